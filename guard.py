@@ -1,0 +1,308 @@
+"""What is not the training loop itself: preflight of the data, the lock on a run's folder, signals, saving and loading, identity.
+
+    python guard.py out/nano/L_s0/best.pt      # is this checkpoint whole, and what is in it
+
+Every refusal is one line (what is wrong, where, what to do) and a non-zero exit, raised as Refusal.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import platform
+import shutil
+import signal
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.nn.attention import SDPBackend
+
+HERE = Path(__file__).resolve().parent
+CODE = ("model.py", "train.py", "guard.py")  # what decides a run's numbers, beside its config
+PROBES, PROBE_LEN = 32, 1024  # stretches of val looked for in train
+
+
+class Refusal(SystemExit):
+    """A run that must not start or go on: prints its one line and exits with 1."""
+
+
+# ---- files ------------------------------------------------------------------------------------------------------------
+
+
+def sha256_file(path: Path | str) -> str:
+    with open(path, "rb") as f:
+        return hashlib.file_digest(f, "sha256").hexdigest()
+
+
+def replace_file(path: Path | str, write) -> None:
+    """Write a file whole or not at all: write(f) into a temporary file beside it, fsync, os.replace. The old one stands until then."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    tmp = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(tmp, "wb") as f:
+            write(f)
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(tmp, path)
+    finally:
+        tmp.unlink(missing_ok=True)
+
+
+def write_json(path: Path | str, obj: dict) -> None:
+    """Atomic, numbers unrounded, a line a key and a line a row of a list of dicts, so that a diff of the record can be read."""
+
+    def text(value) -> str:
+        if isinstance(value, list) and value and isinstance(value[0], dict):
+            return "[\n  " + ",\n  ".join(json.dumps(row, allow_nan=False) for row in value) + "\n ]"
+        return json.dumps(value, allow_nan=False)
+
+    body = ",\n ".join(f"{json.dumps(key)}: {text(value)}" for key, value in obj.items())
+    replace_file(path, lambda f: f.write(("{\n " + body + "\n}\n").encode()))
+
+
+def read_json(path: Path | str) -> dict:
+    """A JSON object from a file; Refusal names a missing or broken one."""
+    try:
+        return json.loads(Path(path).read_text())
+    except FileNotFoundError:
+        raise Refusal(f"{path}: no such file") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as e:
+        raise Refusal(f"{path}: not readable as JSON ({e})") from None
+
+
+# ---- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+def save_checkpoint(path: Path | str, obj: dict) -> str:
+    """Write a best.pt or final.pt atomically; returns its sha256. Tensors and plain Python types only, so weights_only loads it."""
+    replace_file(path, lambda f: torch.save(obj, f))
+    return sha256_file(path)
+
+
+def load_checkpoint(path: Path | str) -> dict:
+    """Read a best.pt or final.pt onto the CPU, its CRCs checked first: torch.load alone accepts a flipped bit."""
+    try:
+        with zipfile.ZipFile(path) as z:
+            bad = z.testzip()
+        if bad:
+            raise Refusal(f"{path}: damaged (CRC of {bad} is wrong); use another checkpoint or train again")
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        raise Refusal(f"{path}: no such checkpoint; train.py writes best.pt and final.pt under out/") from None
+    except (zipfile.BadZipFile, RuntimeError, EOFError, OSError, ValueError) as e:
+        raise Refusal(f"{path}: not a whole checkpoint ({e}); use another or train again") from None
+
+
+def save_last(folder: Path, state: dict, trainer: dict, main: bool, barrier) -> None:
+    """Write the resume state to folder/last: each rank its part (torch.distributed.checkpoint), rank 0 the trainer's own JSON.
+
+    Written into last.tmp and renamed when whole. The one before stands until then, as last.old across the two renames.
+    """
+    last, tmp, old = folder / "last", folder / "last.tmp", folder / "last.old"
+    if main:
+        shutil.rmtree(tmp, ignore_errors=True)
+    barrier()
+    dcp.save(state, checkpoint_id=str(tmp))
+    if main:
+        write_json(tmp / "trainer.json", trainer)
+        if last.exists():
+            shutil.rmtree(old, ignore_errors=True)
+            last.rename(old)
+        tmp.rename(last)
+        shutil.rmtree(old, ignore_errors=True)
+    barrier()
+
+
+def find_last(folder: Path) -> Path | None:
+    """The newest whole resume state of a run, or None: last, or last.old after a kill between save_last's two renames."""
+    return next((p for p in (folder / "last", folder / "last.old") if (p / "trainer.json").exists()), None)
+
+
+# ---- identity ---------------------------------------------------------------------------------------------------------
+
+
+def git(*args: str) -> str | None:
+    run = subprocess.run(["git", "-C", str(HERE), *args], check=False, capture_output=True, text=True)
+    return run.stdout if run.returncode == 0 else None
+
+
+def code_identity(config: dict) -> dict:
+    """What ran: sha256 over CODE, the same with the resolved config, and commit and diff where there is git."""
+    code = hashlib.sha256(b"".join((HERE / name).read_bytes() for name in CODE)).hexdigest()
+    run = hashlib.sha256((code + json.dumps(config, sort_keys=True)).encode()).hexdigest()
+    commit = git("rev-parse", "--verify", "--quiet", "HEAD") if (HERE / ".git").exists() and shutil.which("git") else None
+    if not commit:
+        return {"code_sha256": code, "run_sha256": run, "git_commit": None, "git_diff": None}
+    diff = git("diff", "HEAD", "--", ".", ":!results", ":!evals")
+    return {"code_sha256": code, "run_sha256": run, "git_commit": commit.strip(), "git_diff": diff[:20_000]}
+
+
+def versions() -> dict[str, str]:
+    return {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__, "platform": platform.platform()}
+
+
+# ---- devices ----------------------------------------------------------------------------------------------------------
+
+
+def device_identity(device: torch.device) -> dict:
+    """Name and unique id of a rank's device; a CPU has no id, so that nothing can be claimed of it."""
+    if device.type != "cuda":
+        return {"name": device.type, "uuid": None}
+    p = torch.cuda.get_device_properties(device)
+    return {"name": p.name, "uuid": str(p.uuid)}
+
+
+def attention_backend(cfg, device: torch.device, dtype: torch.dtype) -> str:
+    """The kernel that scaled_dot_product_attention picks for this shape, by name, for the record."""
+    q = torch.empty(1, cfg.n_head, cfg.window, cfg.n_embd // cfg.n_head, device=device, dtype=dtype, requires_grad=True)
+    return SDPBackend(torch._fused_sdp_choice(q, q, q, is_causal=True)).name.lower()
+
+
+def check_devices(devices: list[dict]) -> None:
+    """Guard 2: as many distinct devices as ranks."""
+    ids = [d["uuid"] for d in devices]
+    if None not in ids and len(set(ids)) != len(ids):
+        raise Refusal(f"{len(ids)} ranks share {len(set(ids))} GPUs ({', '.join(ids)}): one GPU a rank")
+
+
+def rank_stats(step_times: list[float], device: torch.device) -> dict:
+    """What one rank did since the last row: step seconds (median, max), peak memory, and a GPU's utilisation and power."""
+    stats = {"step_p50": float(np.median(step_times)), "step_max": max(step_times)} if step_times else {}
+    if device.type == "cuda":
+        stats["peak_gib"] = torch.cuda.max_memory_allocated(device) / 2**30
+        torch.cuda.reset_peak_memory_stats(device)
+        with contextlib.suppress(ModuleNotFoundError, RuntimeError):  # needs NVIDIA's management library
+            stats |= {"gpu_percent": torch.cuda.utilization(device), "watts": torch.cuda.power_draw(device) / 1000}
+    return stats
+
+
+# ---- lock and signals -------------------------------------------------------------------------------------------------
+
+
+def lock(folder: Path):
+    """Hold a run's out folder against a second run; the kernel releases it when this process dies, however it dies."""
+    folder.mkdir(parents=True, exist_ok=True)
+    f = open(folder / "lock", "a+")  # noqa: SIM115, held open for as long as the lock is
+    try:
+        fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        f.seek(0)
+        raise Refusal(f"{folder}: process {f.read().strip()} is already training here; wait for it, or end it") from None
+    f.truncate(0)
+    f.write(str(os.getpid()))
+    f.flush()
+    return f
+
+
+class StopFlag:
+    """SIGTERM and SIGINT set a flag only; the loop looks at it at each step's end. A second Ctrl-C leaves at once."""
+
+    def __init__(self):
+        self.signal = 0
+        signal.signal(signal.SIGTERM, self.catch)
+        signal.signal(signal.SIGINT, self.catch)
+
+    def catch(self, number, frame) -> None:
+        if self.signal and number == signal.SIGINT:
+            os._exit(128 + number)
+        self.signal = number
+
+
+# ---- data preflight (guard 3) -----------------------------------------------------------------------------------------
+
+
+def read_bin(path: Path) -> np.memmap:
+    """A bin as a uint16 memmap; Refusal on a missing, empty or odd-length file."""
+    if not path.exists():
+        raise Refusal(f"{path}: no such file; make the data with prepare.py (see README)")
+    size = path.stat().st_size
+    if size == 0 or size % 2:
+        raise Refusal(f"{path}: {size} bytes is not a whole number of uint16 tokens; the file is truncated, prepare it again")
+    return np.memmap(path, dtype="<u2", mode="r")
+
+
+def open_data(folder: Path) -> tuple[dict, np.memmap, np.memmap]:
+    """Manifest, train and val bins of a data folder, sizes checked against the manifest."""
+    train, val = read_bin(folder / "train.bin"), read_bin(folder / "val.bin")
+    manifest = read_json(folder / "manifest.json")
+    for split, data in (("train", train), ("val", val)):
+        said = manifest[split]["tokens"]
+        if said != len(data):
+            raise Refusal(f"{folder}/{split}.bin holds {len(data):,} tokens, manifest.json says {said:,}: one of them is not the other's; prepare again")
+    return manifest, train, val
+
+
+def check_data(folder: Path, manifest: dict, train: np.ndarray, val: np.ndarray, vocab_size: int, window: int) -> None:
+    """Refuse data that cannot answer the question, with the measured value and the limit. Reads both bins once."""
+    for split, data in (("train", train), ("val", val)):
+        if sha256_file(folder / f"{split}.bin") != manifest[split]["sha256"]:
+            raise Refusal(f"{folder}/{split}.bin: sha256 differs from manifest.json: changed since it was prepared; prepare it again")
+        if (top := int(data.max())) >= vocab_size:
+            raise Refusal(f"{folder}/{split}.bin: token id {top} is outside the vocabulary of {vocab_size}; wrong tokenizer or wrong vocab_size")
+    limits = [("share of val stretches found in train", val_in_train(train, val), "<=", 0.10)]
+    ignore = ord(" ") if manifest["tokenizer"] == "byte" else None  # indentation: 5% of the standard library's 128-byte windows are half spaces
+    if manifest["vocab_size"] > 2:  # bits are exempt: one of two tokens always fills half, and zlib sees eight to a byte
+        limits += [
+            ("share of the commonest token", commonest_share(train), "<=", 0.50),
+            ("share of windows with over half one token", majority_share(train, window, ignore), "<=", 0.01),
+            ("zlib ratio of the text", manifest["zlib_ratio"], ">=", 0.10),
+        ]
+    for what, measured, side, limit in limits:
+        if measured > limit if side == "<=" else measured < limit:
+            raise Refusal(f"{folder}/train.bin: {what} is {measured:.4f}, the limit is {side} {limit:.2f}: not data to train on; look at it, prepare other")
+
+
+def commonest_share(data: np.ndarray, chunk: int = 1 << 26) -> float:
+    """Share of the commonest token, by chunks so that memory does not grow with the corpus."""
+    total = np.zeros(65536, dtype=np.int64)
+    for i in range(0, len(data), chunk):
+        total += np.bincount(data[i : i + chunk], minlength=65536)
+    return float(total.max() / len(data))
+
+
+def majority_share(data: np.ndarray, window: int, ignore: int | None = None, sample: int = 20_000) -> float:
+    """Share of windows over half of which is one token (other than `ignore`), of at most `sample` evenly spaced ones."""
+    n = len(data) // window
+    if window < 3 or n == 0:
+        return 0.0
+    rows = np.linspace(0, n - 1, min(n, sample)).astype(np.int64)
+    hits = 0
+    for w in (data[r * window : (r + 1) * window] for r in rows):
+        median = np.partition(w, window // 2)[window // 2]  # a token that fills over half is the median
+        hits += median != ignore and np.count_nonzero(w == median) > window / 2
+    return hits / len(rows)
+
+
+def val_in_train(train: np.ndarray, val: np.ndarray, chunk: int = 1 << 24) -> float:
+    """Share of PROBES stretches of val, PROBE_LEN tokens each, that stand somewhere in train (a copied document, or the wrong file)."""
+    length = min(PROBE_LEN, len(val))
+    starts = np.linspace(0, len(val) - length, PROBES).astype(np.int64)
+    probes = [val[s : s + length].tobytes() for s in starts]
+    found = [False] * len(probes)
+    for i in range(0, len(train), chunk):
+        text = train[i : i + chunk + length].tobytes()
+        found = [f or p in text for f, p in zip(found, probes)]
+    return sum(found) / len(probes)
+
+
+def main() -> None:
+    if len(sys.argv) != 2:
+        raise SystemExit(__doc__)
+    ckpt = load_checkpoint(sys.argv[1])
+    if not isinstance(ckpt, dict) or not {"model", "config", "step"} <= ckpt.keys():
+        raise Refusal(f"{sys.argv[1]}: not a checkpoint of this project (no model, config and step in it)")
+    tensors = ckpt["model"].values()
+    print(
+        f"{sys.argv[1]}: whole, {sum(t.numel() for t in tensors):,} parameters, step {ckpt['step']}, val {ckpt['val_loss']:.4f} nats, sha256 {sha256_file(sys.argv[1])}"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,189 @@
+"""The model: both arms of the experiment in one class.
+
+A pre-norm decoder-only transformer in the Llama style (RMSNorm, rotate-half RoPE, SwiGLU, no biases, no dropout) with
+`n_layer` stored blocks, each applied `n_loop` times, every residual branch scaled by a constant `eps`:
+
+    x = x + eps * attn(norm1(x));   x = x + eps * mlp(norm2(x))
+
+V (vanilla) is n_loop = 1, eps = 1. L (looped) is half the blocks, n_loop = 2, eps = 1/(n_loop sqrt n_layer). Both run the
+same number of block applications a token, so the same FLOPs. Nothing else differs between the arms.
+
+    python model.py config/V_nano.py config/L_nano.py      # counts and FLOPs of some configs
+"""
+
+import math
+import sys
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+def default_eps(n_layer: int, n_loop: int) -> float:
+    """Residual scale of an arm that names none: 1/(N sqrt L) for L unique blocks applied N times, 1 when N = 1."""
+    return 1 / (n_loop * math.sqrt(n_layer)) if n_loop > 1 else 1.0
+
+
+def rope_table(window: int, head_dim: int, theta: float, device=None) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin of the rotary angles, each (window, head_dim) fp32, halves repeated: the rotate-half convention of Llama."""
+    inv_freq = theta ** -(torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim)
+    angles = torch.outer(torch.arange(window, device=device, dtype=torch.float32), inv_freq).repeat(1, 2)
+    return angles.cos(), angles.sin()
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotary position embedding of x (batch, heads, T, head_dim) in fp32, returned in x's dtype (RoFormer, arXiv 2104.09864)."""
+    a, b = x.float().chunk(2, dim=-1)
+    return (x.float() * cos + torch.cat((-b, a), dim=-1) * sin).type_as(x)
+
+
+class Attention(nn.Module):
+    """Causal self-attention, n_head heads of n_embd / n_head."""
+
+    def __init__(self, n_embd: int, n_head: int):
+        super().__init__()
+        self.n_head = n_head
+        self.q = nn.Linear(n_embd, n_embd, bias=False)
+        self.k = nn.Linear(n_embd, n_embd, bias=False)
+        self.v = nn.Linear(n_embd, n_embd, bias=False)
+        self.o = nn.Linear(n_embd, n_embd, bias=False)
+
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        B, T, D = x.shape
+        q, k, v = (f(x).view(B, T, self.n_head, D // self.n_head).transpose(1, 2) for f in (self.q, self.k, self.v))
+        y = F.scaled_dot_product_attention(rotate(q, cos, sin), rotate(k, cos, sin), v, is_causal=True)
+        return self.o(y.transpose(1, 2).reshape(B, T, D))
+
+
+class SwiGLU(nn.Module):
+    """down(silu(gate(x)) * up(x)) (arXiv 2002.05202)."""
+
+    def __init__(self, n_embd: int, hidden: int):
+        super().__init__()
+        self.gate = nn.Linear(n_embd, hidden, bias=False)
+        self.up = nn.Linear(n_embd, hidden, bias=False)
+        self.down = nn.Linear(hidden, n_embd, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class Block(nn.Module):
+    """One stored block. forward applies it n_loop times in a row (layer order); stack order calls it with n_loop = 1."""
+
+    def __init__(self, c):
+        super().__init__()
+        self.eps = float(c.eps)
+        self.norm1 = nn.RMSNorm(c.n_embd, eps=c.norm_eps)
+        self.attn = Attention(c.n_embd, c.n_head)
+        self.norm2 = nn.RMSNorm(c.n_embd, eps=c.norm_eps)
+        self.mlp = SwiGLU(c.n_embd, c.ffn_hidden)
+
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, n_loop: int) -> torch.Tensor:
+        for _ in range(n_loop):
+            x = x + self.eps * self.attn(self.norm1(x), cos, sin)
+            x = x + self.eps * self.mlp(self.norm2(x))
+        return x
+
+
+class Transformer(nn.Module):
+    """Either arm, built from a train.Config or anything with its model fields. Weights are undefined until init_weights or load_state_dict.
+
+    Raises ValueError on a shape that cannot be (n_embd not divisible by n_head, odd head size, unknown loop_order).
+    """
+
+    def __init__(self, c):
+        super().__init__()
+        check_shape(c)
+        self.c = c
+        self.embed = nn.Embedding(c.vocab_size, c.n_embd)
+        self.blocks = nn.ModuleList(Block(c) for _ in range(c.n_layer))
+        self.norm = nn.RMSNorm(c.n_embd, eps=c.norm_eps)
+        self.head = nn.Linear(c.n_embd, c.vocab_size, bias=False)
+        if c.tied:
+            self.head.weight = self.embed.weight
+        cos, sin = rope_table(c.window, c.n_embd // c.n_head, c.rope_theta)
+        self.register_buffer("cos", cos, persistent=False)
+        self.register_buffer("sin", sin, persistent=False)
+
+    def hidden(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Final-norm activations (B, T, n_embd) of tokens (B, T) int64, T <= window."""
+        T = tokens.shape[1]
+        cos, sin = self.cos[:T], self.sin[:T]
+        x = self.embed(tokens)
+        rounds, loops = (1, self.c.n_loop) if self.c.loop_order == "layer" else (self.c.n_loop, 1)
+        for _ in range(rounds):
+            for block in self.blocks:
+                x = block(x, cos, sin, loops)
+        return self.norm(x)
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor | None = None, reduction: str = "mean") -> torch.Tensor:
+        """Logits (B, T, vocab) fp32 of tokens (B, T) int64; with targets (B, T), the cross entropy in nats instead.
+
+        reduction "mean" gives a scalar, "none" one loss a token (B, T). logits.float() keeps the loss in fp32 whatever the
+        compute dtype: a loss in bf16 would step by 0.0156 nat, the size of the bar.
+        """
+        logits = self.head(self.hidden(tokens)).float()
+        if targets is None:
+            return logits
+        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction=reduction)
+        return loss if reduction == "mean" else loss.view_as(targets)
+
+    @torch.no_grad()
+    def init_weights(self, seed: int) -> None:
+        """N(0, 0.02) everywhere, 0.02/sqrt(2 x applications) on the two projections that write to the stream, norms at 1.
+
+        Drawn on the CPU in a fixed order from a generator of its own, so the same on every device and at every world size.
+        """
+        g = torch.Generator().manual_seed(seed)
+        out_std = 0.02 / math.sqrt(2 * self.c.n_layer * self.c.n_loop)
+        for name, p in self.named_parameters():
+            if p.ndim < 2:
+                p.fill_(1.0)
+            else:
+                p.normal_(0.0, out_std if name.endswith(("attn.o.weight", "mlp.down.weight")) else 0.02, generator=g)
+
+    def counts(self) -> dict[str, int]:
+        """Parameters: stored (what is trained and saved), active (each block once an application), embedding (table and untied head)."""
+        blocks = sum(p.numel() for p in self.blocks.parameters())
+        stored = sum(p.numel() for p in self.parameters())
+        embedding = self.embed.weight.numel() * (1 if self.c.tied else 2)
+        return {"stored": stored, "active": stored + (self.c.n_loop - 1) * blocks, "embedding": embedding}
+
+    def flops_per_token(self, causal: bool = True) -> float:
+        """Training FLOPs a token at T = window: forward + twice that backward.
+
+        6 x (matmul parameters, each block once an application) + 12 T n_embd an application for attention (PaLM appendix B),
+        halved when causal. torch's own counter counts causal attention as full: causal=False equals it.
+        """
+        c, applications = self.c, self.c.n_layer * self.c.n_loop
+        matmul = applications * (4 * c.n_embd**2 + 3 * c.n_embd * c.ffn_hidden) + c.vocab_size * c.n_embd
+        attention = applications * 12 * c.window * c.n_embd
+        return 6.0 * matmul + attention * (0.5 if causal else 1.0)
+
+
+def check_shape(c) -> None:
+    """Raise ValueError, in one line, on a model shape that cannot be."""
+    if min(c.vocab_size, c.n_layer, c.n_loop, c.n_embd, c.n_head, c.ffn_hidden, c.window) < 1:
+        raise ValueError("vocab_size, n_layer, n_loop, n_embd, n_head, ffn_hidden and window must all be at least 1")
+    if c.n_embd % c.n_head:
+        raise ValueError(f"n_embd = {c.n_embd} is not divisible by n_head = {c.n_head}")
+    if c.n_embd // c.n_head % 2:
+        raise ValueError(f"head size n_embd / n_head = {c.n_embd // c.n_head} is odd: rotary embedding needs an even one")
+    if c.loop_order not in ("layer", "stack"):
+        raise ValueError(f'loop_order = "{c.loop_order}": must be "layer" or "stack"')
+    if not c.eps > 0:
+        raise ValueError(f"eps = {c.eps}: the residual scale must be positive")
+
+
+if __name__ == "__main__":
+    from train import load_config
+
+    for path in sys.argv[1:] or sys.exit(__doc__):
+        config = load_config([path])
+        with torch.device("meta"):
+            m = Transformer(config)
+        n = m.counts()
+        print(
+            f"{path}: stored {n['stored']:,}, active {n['active']:,}, embedding {n['embedding']:,}, {m.flops_per_token():.4g} FLOPs a token, eps {config.eps:.4f}"
+        )

@@ -148,7 +148,8 @@ def find_tasks(names: list[str], data: Path):
             raise Refusal(
                 f'unknown task "{name}": neither in {data / "tasks"} ({", ".join(sorted(local)) or "none"}) nor one of lm-eval\'s {len(manager.all_tasks)}'
             )
-    return [yaml.safe_load(local[n].read_text().replace("FOLDER", str(local[n].parent))) if n in local else n for n in names], manager
+    files = {n: {"dataset_kwargs": {"data_files": {"test": str(p.with_suffix(".jsonl"))}}} for n, p in local.items()}
+    return [yaml.safe_load(local[n].read_text()) | files[n] if n in local else n for n in names], manager
 
 
 def run_suite(lm, metrics: dict[str, str], data: Path, limit: int | None) -> dict:
@@ -225,7 +226,7 @@ def is_recorded(path: str) -> bool:
 
 def evaluate_checkpoint(path: str, args) -> None:
     """Score one checkpoint; print the table; write the record unless only a part was asked for."""
-    partial = bool(args.tasks or args.limit)
+    partial = args.tasks is not None or args.limit is not None
     if not partial and is_recorded(path):
         print(f"{record_path(path).relative_to(guard.HERE)}: done already")
         return
@@ -234,7 +235,7 @@ def evaluate_checkpoint(path: str, args) -> None:
     dtype, data = compute_dtype(cfg, device), guard.HERE / cfg.data
     tok = get_tokenizer(guard.read_json(data / "manifest.json")["tokenizer"])
     metrics = guard.read_json(guard.HERE / "config" / f"bars_{cfg.rung}.json")["tasks"]
-    if args.tasks:
+    if args.tasks is not None:
         metrics = {t: metrics.get(t, "acc") for t in args.tasks.split(",")}
     batch_tokens = BATCH_TOKENS[device.type]
     lm = make_lm(model, tok, device, dtype, batch_tokens)
@@ -279,6 +280,8 @@ def main() -> None:
     p.add_argument("--max_new", type=int, default=200, help="tokens to sample at most")
     p.add_argument("--device", default="auto", choices=["auto", "cuda", "mps", "cpu"])
     args = p.parse_args()
+    if args.tasks == "" or (args.limit is not None and args.limit < 2):
+        p.error("--tasks wants a name, --limit at least 2 items")
     args.torch_device = setup_device(argparse.Namespace(device=args.device))
     for path in args.checkpoints:
         sample(path, args) if args.sample is not None else evaluate_checkpoint(path, args)

@@ -14,8 +14,10 @@ import hashlib
 import json
 import platform
 import shutil
+import signal
 import sys
 import sysconfig
+import tempfile
 import time
 import zlib
 from collections.abc import Iterator
@@ -27,6 +29,7 @@ import guard
 from guard import Refusal
 
 SUITE_ITEMS = 500  # items of each task made from the held-out documents
+TRIES = 10_000  # draws for one item before a text is called unfit
 CONTEXT, CONTINUATION = 88, 32  # characters of a cloze item: with EOT they fit a window of 128 bytes
 
 
@@ -57,8 +60,8 @@ def documents_of(path: Path) -> Iterator[str]:
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             try:
-                yield json.loads(line)["text"]
-            except (json.JSONDecodeError, KeyError, TypeError) as e:
+                yield json.loads(line)["text"].encode(errors="replace").decode()  # a lone surrogate becomes "?"
+            except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as e:
                 raise Refusal(f'{path}:{number}: not a JSON object with a "text" ({type(e).__name__}: {e})') from None
 
 
@@ -124,9 +127,9 @@ def get_tokenizer(name: str):
 # ---- bins -------------------------------------------------------------------------------------------------------------
 
 
-def write_split(path: Path, docs: Iterator[str], want: int, tok, report) -> tuple[dict, list[str]]:
-    """Write exactly `want` tokens of documents with EOT between them; returns (manifest entry, the texts as written)."""
-    counts, texts, zipped = {"documents": 0, "tokens": 0, "text_bytes": 0}, [], [0, 0]
+def write_split(path: Path, docs: Iterator[str], want: int, tok, report, keep: list | None = None) -> dict:
+    """Write exactly `want` tokens of documents with EOT between them; returns the manifest's entry. Texts as written go to `keep`."""
+    counts, packer, packed = {"documents": 0, "tokens": 0, "text_bytes": 0}, zlib.compressobj(), 0
     with open(path, "wb") as f:
         for text in docs:
             ids = np.array(tok.encode(text) + [tok.eot], dtype="<u2")[: want - counts["tokens"]]
@@ -134,15 +137,17 @@ def write_split(path: Path, docs: Iterator[str], want: int, tok, report) -> tupl
             text = text if whole else tok.decode(ids.tolist())
             f.write(ids.tobytes())
             size = len(text.encode())
-            texts.append(text)
-            zipped = [zipped[0] + len(zlib.compress(text.encode())), zipped[1] + size]
+            packed += len(packer.compress(text.encode()))  # one stream, so that documents alike pack away
+            if keep is not None:
+                keep.append(text)
             counts = {"documents": counts["documents"] + 1, "tokens": counts["tokens"] + len(ids), "text_bytes": counts["text_bytes"] + size}
             report(counts["tokens"], want)
             if counts["tokens"] == want:
                 break
     if counts["tokens"] < want:
         raise Refusal(f"prepare.py: the source holds {counts['tokens']:,} tokens for {path.name}, {want:,} were asked for; ask for less or add files")
-    return counts | {"sha256": guard.sha256_file(path), "zlib_ratio": zipped[0] / zipped[1]}, texts
+    packed += len(packer.flush())
+    return counts | {"sha256": guard.sha256_file(path), "zlib_ratio": packed / max(1, counts["text_bytes"])}
 
 
 def progress(label: str):
@@ -170,16 +175,17 @@ def prepare(args) -> None:
     tok = get_tokenizer(args.tokenizer)
     if tok.vocab_size > 65_536:
         raise Refusal(f"tokenizer {tok.name} has {tok.vocab_size:,} ids: a bin holds uint16, at most 65,536")
-    out = Path(args.out)
-    tmp = out.with_name(out.name + ".tmp")
-    shutil.rmtree(tmp, ignore_errors=True)
-    tmp.mkdir(parents=True)
+    out = Path(args.out).resolve()
+    check_out(out, files)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that the temporary folder goes
+    tmp = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=".tmp", dir=out.parent))
     try:
         seen = {"duplicates": 0, "empty": 0}
         docs = ordered_documents(files, args.seed, seen)
-        val, val_texts = write_split(tmp / "val.bin", docs, args.val_tokens, tok, progress("val  "))
-        train, _ = write_split(tmp / "train.bin", docs, args.tokens, tok, progress("train"))
-        tokens = np.fromfile(tmp / "train.bin", dtype="<u2")
+        val = write_split(tmp / "val.bin", docs, args.val_tokens, tok, progress("val  "), keep := [] if args.suite else None)
+        train = write_split(tmp / "train.bin", docs, args.tokens, tok, progress("train"))
+        tokens = np.memmap(tmp / "train.bin", dtype="<u2", mode="r")
         manifest = {
             "source": source, "seed": args.seed, "tokenizer": tok.name, "vocab_size": tok.vocab_size, "eot": tok.eot, "train": train, "val": val,
             "zlib_ratio": train["zlib_ratio"], "commonest_share": guard.commonest_share(tokens), "distinct_ids": len(np.unique(tokens)),
@@ -188,20 +194,29 @@ def prepare(args) -> None:
         guard.write_json(tmp / "manifest.json", manifest)
         guard.check_data(tmp, *guard.open_data(tmp), vocab_size=tok.vocab_size, window=args.window)
         if args.suite:
-            write_suite(tmp / "tasks", val_texts, args.seed)
+            write_suite(tmp / "tasks", keep, args.seed)
         replace_folder(tmp, out)
     finally:
         shutil.rmtree(tmp, ignore_errors=True)
     ratio = manifest["zlib_ratio"]
     print(
-        f"{out}: {train['tokens']:,} train and {val['tokens']:,} val tokens of {source}; {train['documents']} and {val['documents']} documents, zlib {ratio:.3f}"
+        f"{args.out}: {train['tokens']:,} train and {val['tokens']:,} val tokens of {source}; {train['documents']} and {val['documents']} documents, zlib {ratio:.3f}"
     )
+
+
+def check_out(out: Path, files: list[Path]) -> None:
+    """Only a folder that prepare.py made, or none, may be replaced, and never one that the documents come from."""
+    known = {"train.bin", "val.bin", "manifest.json", "tasks"}
+    if out.exists() and not (out.is_dir() and {p.name for p in out.iterdir()} <= known):
+        raise Refusal(f"{out}: exists and holds other things than prepare.py makes; give another --out")
+    if inside := next((f for f in files if out in f.resolve().parents), None):
+        raise Refusal(f"{out}: the source file {inside} lies in it; give another --out")
 
 
 def replace_folder(new: Path, old: Path) -> None:
     """Put a finished folder in the old one's place; the old one stands until the new is whole."""
-    aside = old.with_name(old.name + ".old")
-    shutil.rmtree(aside, ignore_errors=True)
+    new.chmod(0o755)
+    aside = new.with_suffix(".old")
     if old.exists():
         old.rename(aside)
     new.rename(old)
@@ -232,21 +247,26 @@ def cut(texts: list[str], rng, length: int) -> str:
 def cloze_item(texts: list[str], rng) -> dict:
     passage = cut(texts, rng, CONTEXT + CONTINUATION)
     choices, gold = [passage[CONTEXT:]], int(rng.randint(4))
-    while len(choices) < 4:
+    for _ in range(TRIES):
         wrong = cut(texts, rng, CONTINUATION)
         if wrong not in choices and wrong.strip():
             choices.append(wrong)
+        if len(choices) == 4:
+            break
+    else:
+        raise Refusal("prepare.py: the val documents repeat themselves: no four different continuations for a cloze item; leave out --suite")
     choices[0], choices[gold] = choices[gold], choices[0]
     return {"context": passage[:CONTEXT], "choices": choices, "gold": gold}
 
 
 def lastword_item(texts: list[str], rng) -> dict:
     """A passage whose last word is wanted: letters, two or more, after a space."""
-    while True:
+    for _ in range(TRIES):
         words = cut(texts, rng, CONTEXT + CONTINUATION).split(" ")
         ends = [i for i, w in enumerate(words) if i and w.isalpha() and len(w) > 1]
         if ends and len(context := " ".join(words[: ends[-1]])) >= CONTEXT // 2:
             return {"context": context, "word": words[ends[-1]]}
+    raise Refusal("prepare.py: the val documents hold hardly a word after a space: no lastword item; leave out --suite")
 
 
 def write_task(folder: Path, name: str, items: list[dict], yaml: str) -> None:
@@ -255,10 +275,9 @@ def write_task(folder: Path, name: str, items: list[dict], yaml: str) -> None:
     (folder / f"{name}.yaml").write_text(yaml)
 
 
-# lm-eval resolves data_files from the working directory, so eval.py fills in FOLDER when it loads a task.
+# eval.py adds data_files, the .jsonl beside each .yaml: lm-eval would look from the working directory.
 CLOZE_YAML = """task: cloze
 dataset_path: json
-dataset_kwargs: {data_files: {test: FOLDER/cloze.jsonl}}
 test_split: test
 output_type: multiple_choice
 doc_to_text: "{{context}}"
@@ -271,7 +290,6 @@ metadata: {version: 1.0}
 """
 LASTWORD_YAML = """task: lastword
 dataset_path: json
-dataset_kwargs: {data_files: {test: FOLDER/lastword.jsonl}}
 test_split: test
 output_type: loglikelihood
 doc_to_text: "{{context}}"
@@ -301,8 +319,8 @@ def parse(args: list[str]):
         else:
             s.set_defaults(tokenizer="byte")
     a = p.parse_args(args)
-    if min(a.tokens, a.val_tokens) < 2:
-        p.error("--tokens and --val_tokens must be at least 2")
+    if min(a.tokens, a.val_tokens, a.window) < 2 or not 0 <= a.seed < 2**32:
+        p.error("--tokens, --val_tokens and --window must be at least 2, --seed from 0 to 2^32 - 1")
     return a
 
 

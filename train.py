@@ -147,7 +147,9 @@ def read_config_file(path: str) -> dict:
         names = runpy.run_path(path)
     except Exception as e:  # noqa: BLE001, whatever is wrong in the user's file
         raise Refusal(f"{path}: {type(e).__name__}: {e}") from None
-    base = names.pop("base", None)
+    base = names.pop("base", "")
+    if not isinstance(base, str):
+        raise Refusal(f"{path}: base = {base!r} is not the name of a config file")
     values = read_config_file(str(Path(path).parent / base)) if base else {}
     own = {k: v for k, v in names.items() if not k.startswith("_") and not callable(v) and type(v) is not type(os)}
     return values | {k: typed(k, v, path) for k, v in own.items()}
@@ -181,11 +183,14 @@ def check_config(cfg: Config, where: str) -> None:
     for key, choices in {"resume": ("never", "auto"), "dtype": ("auto", "float32", "bfloat16"), "device": ("auto", "cuda", "mps", "cpu")}.items():
         if getattr(cfg, key) not in choices:
             raise Refusal(f'{where}: {key} = "{getattr(cfg, key)}" is not one of {", ".join(choices)}')
-    for key in ("batch", "micro_batch", "eval_every", "save_every", "log_every", "epochs", "lr", "unique_tokens", "val_tokens"):
-        if not getattr(cfg, key) > 0:
-            raise Refusal(f"{where}: {key} = {getattr(cfg, key)} must be above 0")
-    for key, text in {"arm": cfg.arm, "rung": cfg.rung, "tag": cfg.tag or "-", "folder": cfg.folder or "-"}.items():
-        if not re.fullmatch(r"[A-Za-z0-9.-][A-Za-z0-9._-]*", text):
+    above = {k: 0 for k in ("batch", "micro_batch", "eval_every", "save_every", "log_every", "epochs", "lr", "unique_tokens", "val_tokens", "grad_clip")}
+    above |= {k: -1 for k in ("seed", "max_steps", "warmup")} | {k: -1e-9 for k in ("weight_decay", "min_lr", "beta1", "beta2", "adam_eps")}
+    below = {"seed": 2**32, "min_lr": 1 + 1e-9, "beta1": 1, "beta2": 1}
+    for key, low in above.items():
+        if not low < getattr(cfg, key) < below.get(key, math.inf):
+            raise Refusal(f"{where}: {key} = {getattr(cfg, key)} is out of range (train.py, class Config, says what it is)")
+    for key, text in {"arm": cfg.arm, "rung": cfg.rung, "tag": cfg.tag or "x", "folder": cfg.folder or "x"}.items():
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", text):
             raise Refusal(f'{where}: {key} = "{text}" is no name (letters, digits, . - _)')
 
 
@@ -389,7 +394,10 @@ def save_last(run: dict, model: torch.nn.Module, opt: torch.optim.Optimizer, cfg
 def load_last(folder: Path, model: torch.nn.Module, opt: torch.optim.Optimizer) -> None:
     m, o = get_state_dict(model, opt)
     state = {"model": m, "optim": o}
-    dcp.load(state, checkpoint_id=str(folder))
+    try:
+        dcp.load(state, checkpoint_id=str(folder))
+    except Exception as e:  # noqa: BLE001, a damaged part raises whatever pickle or the file system does
+        raise Refusal(f"{folder}: cannot be read ({type(e).__name__}: {str(e).splitlines()[-1][:100]}); move {folder.parent} away to start over") from None
     set_state_dict(model, opt, model_state_dict=state["model"], optim_state_dict=state["optim"])
 
 
@@ -403,17 +411,20 @@ def start_or_resume(cfg: Config, fresh: dict) -> tuple[dict, Path | None]:
         return fresh, None
     if old.get("status") == "done":
         same = old["code"]["code_sha256"] == fresh["code"]["code_sha256"]
-        say(f"{path.relative_to(guard.HERE)}: done already{'' if same else ', by other code than is here now: delete the file to train it anew'}")
+        say(
+            f"{path.relative_to(guard.HERE)}: done already{'' if same else f', by other code than is here now: delete it and {last and last.parent} to train anew'}"
+        )
         raise SystemExit(0)
     if last is None:
-        return fresh, None
+        return fresh | {"events": old.get("events", [])}, None
     run = guard.read_json(last / "trainer.json")
-    diffs = [(k, run[k], fresh[k]) for k in ("params", "data", "order_sha256", "bars_sha256")]
+    diffs = [(k, run[k], fresh[k]) for k in ("params", "data", "order_sha256", "bars_sha256", "dtype")]
+    diffs += [("the code (sha256 of model.py, train.py, guard.py)", run["code"]["code_sha256"], fresh["code"]["code_sha256"])]
     diffs += [(k, run["config"][k], fresh["config"][k]) for k in FIELDS if k == "lr" or k not in EXEMPT]
     for key, was, now in diffs:
         if was != now:
             raise Refusal(f"{last}: cannot resume, {key} was {was} and is {now}; put it back, or move {last.parent} away to start over")
-    now = {k: fresh[k] for k in ("config", "devices", "world_size", "micro_batch", "accum", "parallel", "code", "versions")}
+    now = {k: fresh[k] for k in ("config", "devices", "world_size", "micro_batch", "accum", "parallel", "attention", "code", "versions")}
     return run | now | {"events": old.get("events", run["events"])}, last
 
 
@@ -619,6 +630,8 @@ def main(args: list[str]) -> None:
         model = DistributedDataParallel(model, device_ids=[LOCAL_RANK] if device.type == "cuda" else None, broadcast_buffers=False)
     if last:
         load_last(last, model, opt)
+    elif RANK == 0:
+        guard.clear_run(cfg.path("out") / cfg.name)
     log = start_wandb(cfg, run)
     run["status"] = "running"
     event(run, "resumed" if last else "started")

@@ -23,6 +23,14 @@ CONFIRMED, KILLED, INCOMPLETE, INVALID = "CONFIRMED", "KILLED", "INCOMPLETE", "I
 # ---- reading ----------------------------------------------------------------------------------------------------------
 
 
+def read_run(path: Path) -> dict:
+    """A results file in the published schema, at least."""
+    run = guard.read_json(path)
+    if not isinstance(run, dict) or not {"arm", "seed", "params", "config", "curve", "final_val"} <= run.keys():
+        raise Refusal(f"{path}: not a results file (no arm, seed, params, config, curve, final_val in it)")
+    return run
+
+
 def load_rung(rung: str, folder: str) -> dict:
     """The bars file and whatever runs and evals of its compared arms and seeds exist: {"bars", "runs": {(arm, seed): ...}, "evals": {(arm, seed, kind): ...}}."""
     path = guard.HERE / "config" / f"bars_{rung}.json"
@@ -32,7 +40,7 @@ def load_rung(rung: str, folder: str) -> dict:
         for seed in bars["seeds"]:
             name = f"{arm}_s{seed}"
             if (p := guard.HERE / "results" / folder / f"{name}.json").exists():
-                runs[arm, seed] = guard.read_json(p)
+                runs[arm, seed] = read_run(p)
             for kind in ("best", "final"):
                 if (p := guard.HERE / "evals" / folder / f"{name}_{kind}.json").exists():
                     evals[arm, seed, kind] = guard.read_json(p)
@@ -137,9 +145,9 @@ def seed_row(data: dict, seed: int) -> dict | None:
     kind = bars["primary_checkpoint"]
     best, final = [best_row(r)["val_loss"] for r in runs], [r["final_val"] for r in runs]
     suite = [evals[arm, kind]["mean"] for arm in (treated, control)]
-    row = {"seed": seed, "best": best, "final": final, "suite": suite, "suite_final": [evals[arm, "final"]["mean"] for arm in (treated, control)]}
+    row = {"seed": seed, "best": best, "final": final, "suite": suite}
     primary = best if kind == "best" else final
-    row |= {"val_gap": primary[0] - primary[1], "suite_gap": suite[0] - suite[1], "at": [best_row(r)["epoch"] for r in runs]}
+    row |= {"val_gap": primary[0] - primary[1], "suite_gap": suite[0] - suite[1]}
     row["passes"] = row["val_gap"] <= bars["bars"]["val_gap_max"] and row["suite_gap"] >= bars["bars"]["suite_gap_min"]
     return row
 
@@ -242,8 +250,11 @@ def draw_curves(data: dict, path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
+    shown = {key: run for key, run in data["runs"].items() if len(run["curve"]) > 1}
+    if not shown:
+        return
     fig, ax = plt.subplots(figsize=(8, 4.5), dpi=150)
-    for (arm, seed), run in sorted(data["runs"].items()):
+    for (arm, seed), run in sorted(shown.items()):
         rows, low = [r for r in run["curve"] if r["step"]], best_row(run)
         ax.plot(
             [r["tokens"] for r in rows],
@@ -254,9 +265,8 @@ def draw_curves(data: dict, path: Path) -> None:
             label=f"{arm} seed {seed}: best {low['val_loss']:.3f}",
         )
         ax.plot(low["tokens"], low["val_loss"], "o", color=COLOURS[arm], ms=6, mec="white")
-    run = next(iter(data["runs"].values()))
-    lows = [best_row(r)["val_loss"] for r in data["runs"].values()]
-    ends = [r["curve"][-1]["val_loss"] for r in data["runs"].values()]
+    run = next(iter(shown.values()))
+    lows, ends = [best_row(r)["val_loss"] for r in shown.values()], [r["curve"][-1]["val_loss"] for r in shown.values()]
     ax.set_ylim(min(lows) - 0.1, max(max(ends), min(lows) + 0.5) + 0.3)
     per_epoch = run["data"]["unique_tokens"]
     top = ax.secondary_xaxis("top", functions=(lambda t: t / per_epoch, lambda e: e * per_epoch))
@@ -281,7 +291,7 @@ def draw_curves(data: dict, path: Path) -> None:
 
 def published(folder: Path) -> None:
     """Best, final and gap to the vanilla arm for a folder of <phase>_<arm>_s<seed>.json (A: vanilla; C, E3: looped; 768: width)."""
-    runs = {p.stem: guard.read_json(p) for p in sorted(folder.glob("*.json"))}
+    runs = {p.stem: read_run(p) for p in sorted(folder.glob("*.json"))}
     if not runs:
         raise Refusal(f"{folder}: no results in it")
     print(f"{'run':22}{'params':>13}{'best val':>10}{'at step':>9}{'final':>9}{'final-best':>12}{'gap to vanilla':>16}")

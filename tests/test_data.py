@@ -50,8 +50,7 @@ def test_stdlib(p):
     assert manifest["train"]["text_bytes"] == sum(map(len, shown))
     assert manifest["train"]["sha256"] == hashlib.sha256((a / "train.bin").read_bytes()).hexdigest()
     assert manifest["distinct_ids"] == len(np.unique(train))
-    assert not (p.path / "data/a.tmp").exists()
-    assert not (p.path / "data/a.old").exists()
+    assert {f.name for f in (p.path / "data").iterdir()} == {"a", "b", "c"}
     for name in ("cloze", "lastword"):
         items = [json.loads(line) for line in (a / f"tasks/{name}.jsonl").read_text().splitlines()]
         assert len(items) >= 500
@@ -87,7 +86,6 @@ def test_files_jsonl_duplicates_and_odd_documents(p):
     line = p.refused("prepare.py", "files", "corpus/*", "--out=data/f", f"--tokens={total}", "--val_tokens=3000")
     assert "were asked for" in line
     assert json.loads((p.path / "data/f/manifest.json").read_text()) == manifest
-    assert not (p.path / "data/f.tmp").exists()
 
 
 @pytest.fixture(scope="module")
@@ -121,8 +119,26 @@ def test_refusals(p, tmp_path):
     (tmp_path / "same2.txt").write_text("all the same, " * 4000)
     assert "zlib" in p.refused("prepare.py", "files", str(tmp_path / "same*"), *asked)
     assert "tokenizer" in p.refused("prepare.py", "files", str(tmp_path / "same*"), *asked, "--tokenizer=gpt3")
-    assert not (p.path / "data/bad").exists()
-    assert not (p.path / "data/bad.tmp").exists()
+    (tmp_path / "alike.jsonl").write_text("".join(json.dumps({"text": f"line {i} " + "the same words over and over again " * 3}) + "\n" for i in range(400)))
+    assert "zlib" in p.refused("prepare.py", "files", str(tmp_path / "alike.jsonl"), *asked)
+    (tmp_path / "digits.txt").write_text("".join(str(d) for d in np.random.RandomState(0).randint(10, size=30_000)))
+    (tmp_path / "digits2.txt").write_text("".join(str(d) for d in np.random.RandomState(1).randint(10, size=30_000)))
+    assert "leave out --suite" in p.refused("prepare.py", "files", str(tmp_path / "digits*"), *asked, "--suite")
+    for line in ('{"text": 5}', "[1]", "null"):
+        (tmp_path / "odd.jsonl").write_text(line + "\n")
+        assert "odd.jsonl:1" in p.refused("prepare.py", "files", str(tmp_path / "odd.jsonl"), *asked)
+    assert not list((p.path / "data").glob("*bad*"))
+
+
+def test_no_folder_but_its_own_is_replaced(p, tmp_path):
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "text.txt").write_text("words " * 10_000)
+    for out in (mine, tmp_path, p.path, p.path / "model.py"):
+        assert "another --out" in p.refused("prepare.py", "files", str(mine / "*.txt"), f"--out={out}", "--tokens=2000", "--val_tokens=2000")
+    assert (mine / "text.txt").exists()
+    for _ in range(2):
+        p.ok("prepare.py", "stdlib", "--out=data/again", "--tokens=30000", "--val_tokens=2000")
 
 
 def test_guard_measures():

@@ -164,5 +164,9 @@ def test_done_evals_are_skipped_and_bad_input_refused(trained):
     torch.save({"model": {"w": torch.zeros(3)}, "config": {"n_layer": 2}, "step": 1}, folder / "best.pt")
     assert "not a checkpoint of this model" in trained.refused("eval.py", "out/nano/broken/best.pt")
     assert "no such checkpoint" in trained.refused("eval.py", "out/nano/none/best.pt")
+    (folder / "best.pt").write_bytes(b"PK not a zip")
+    assert "not a whole checkpoint" in trained.refused("eval.py", "out/nano/broken/best.pt")
+    for option in ("--limit=1", "--limit=0", "--tasks="):
+        assert trained.run("eval.py", "out/nano/L_s0_t/best.pt", option).returncode == 2
     assert 'unknown task "nosuch"' in trained.refused("eval.py", "out/nano/L_s0_t/best.pt", "--tasks=nosuch")
     assert "whole" in trained.ok("guard.py", "out/nano/L_s0_t/best.pt")

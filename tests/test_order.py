@@ -74,6 +74,11 @@ def test_config_reads_base_and_overrides():
         (["config/V_nano.py", "--n_head=5", "--tag=x"], ["n_head", "64"]),
         (["config/V_nano.py", "--tag=a/b"], ["tag"]),
         (["config/V_nano.py", "--batch=0", "--tag=x"], ["batch"]),
+        (["config/V_nano.py", "--max_steps=-1", "--tag=x"], ["max_steps"]),
+        (["config/V_nano.py", "--seed=-1"], ["seed"]),
+        (["config/V_nano.py", "--seed=5000000000"], ["seed"]),
+        (["config/V_nano.py", "--beta1=2", "--tag=x"], ["beta1"]),
+        (["config/V_nano.py", "--folder=.."], ["folder"]),
         (["config/V_nano.py", "--resume=yes"], ["resume", "never, auto"]),
         (["config/V_1000b.py"], ["V_1000b", "V_nano.py"]),
     ],
@@ -86,7 +91,13 @@ def test_config_refusals(args, words):
 
 
 def test_config_file_refusals(tmp_path):
-    for text, word in [("n_leyer = 3", "n_layer"), ("n_layer = '3x'", "int"), ("n_layer = (", "SyntaxError"), ("base = 'none.py'", "none.py")]:
+    for text, word in [
+        ("n_leyer = 3", "n_layer"),
+        ("n_layer = '3x'", "int"),
+        ("n_layer = (", "SyntaxError"),
+        ("base = 'none.py'", "none.py"),
+        ("base = 3", "base = 3"),
+    ]:
         path = tmp_path / "c.py"
         path.write_text(text)
         with pytest.raises(Refusal, match=word):

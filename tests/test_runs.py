@@ -64,6 +64,25 @@ def test_interrupted_and_resumed_is_bit_equal(project, how):
     assert "done already" in project.ok("train.py", *project.tiny("L", *steps, "--tag=cut"))
 
 
+def test_no_run_goes_on_with_other_code(project):
+    """Neither a resume nor a fresh start under an old name may return the numbers of earlier code."""
+    steps = ["--max_steps=8", "--save_every=4", "--eval_every=4", "--log_every=1"]
+    project.ok("train.py", *project.tiny("L", *steps))
+    before = losses(record(project, "L_s0_t"))
+    model = project.path / "model.py"
+    model.write_text(model.read_text() + "\n# edited\n")
+    assert "by other code" in project.ok("train.py", *project.tiny("L", *steps, "--resume=auto"))
+    (project.path / "results/nano/L_s0_t.json").unlink()
+    assert "the code" in project.refused("train.py", *project.tiny("L", *steps, "--resume=auto"))
+    model.write_text(model.read_text().replace("F.silu", "F.gelu"))
+    p = project.start(*project.tiny("L", *steps))  # an ablation in place, under the same tag: starts over
+    wait_for(p, "step 2/8")
+    p.kill()
+    p.wait()
+    assert "started at step 0" in project.ok("train.py", *project.tiny("L", *steps, "--resume=auto"))
+    assert losses(record(project, "L_s0_t")) != before
+
+
 def test_killed_launcher_leaves_no_worker(project):
     p = project.start(*project.tiny("L", "--tag=orphan", "--log_every=1", "--epochs=500"), ranks=2)
     wait_for(p, "gnorm")
@@ -125,6 +144,8 @@ def test_bad_data_is_refused(project):
         ("train.bin", train[2:] + train[:2], "sha256", []),
         ("manifest.json", None, "no such file", []),
         ("manifest.json", b"{", "JSON", []),
+        ("manifest.json", b"[]", "not a manifest", []),
+        ("manifest.json", said(train={"tokens": 8000}), "not a manifest", []),
         ("manifest.json", said(zlib_ratio=0.05), "zlib ratio of the text is 0.0500, the limit is >= 0.10", []),
         ("train.bin", high, "257 is outside the vocabulary", [("manifest.json", said(**resized("train", high)))]),
         ("train.bin", constant, "commonest token is 1.0000", [("manifest.json", said(**resized("train", constant)))]),

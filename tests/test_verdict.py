@@ -91,6 +91,15 @@ def test_missing_eval_or_unfinished_run_is_incomplete():
     assert verdict.decide(data)["word"] == "INCOMPLETE"
 
 
+def test_a_run_killed_before_its_first_row_is_incomplete(tmp_path):
+    data = record()
+    data["runs"]["V", 1].update(status="running", curve=[])
+    data["runs"] = {("V", 1): data["runs"]["V", 1]}
+    verdict.draw_curves(data, tmp_path / "none.png")
+    assert not (tmp_path / "none.png").exists()
+    assert verdict.decide(data)["word"] == "INCOMPLETE"
+
+
 BREAK = {
     "bars file": lambda d: d.update(bars_sha256="other"),
     "code identity": lambda d: d["runs"]["L", 0]["code"].update(code_sha256="other"),

@@ -162,7 +162,7 @@ def how_killed(rows: list[dict], bars: dict) -> str:
         return f"no difference seen between {treated} and {control} (|gap| within twice the assumed noise of {NOISE_SD} nats)"
     failed = [r["seed"] for r in rows if not r["passes"]]
     val_ok = all(r["val_gap"] <= bars["bars"]["val_gap_max"] for r in rows)
-    return f"{treated} is better on val, but below {'the suite bar' if val_ok else 'a bar'} on seed {' and '.join(map(str, failed))}"
+    return f"{treated} is better on val (mean gap {gap:+.4f}), but misses {'the suite bar' if val_ok else 'a bar'} on seed {' and '.join(map(str, failed))}"
 
 
 def decide(data: dict) -> dict:

@@ -50,8 +50,8 @@ def record(gaps=((-0.03, 1.5), (-0.025, 1.0))) -> dict:
     [
         (((-0.03, 1.5), (-0.03, 1.5)), "CONFIRMED", "every seed"),
         (((-0.021, 1.0), (-0.03, 1.0)), "CONFIRMED", "every seed"),
-        (((-0.03, 1.5), (-0.03, 0.99)), "KILLED", "below the suite bar on seed 1"),
-        (((-0.03, 1.5), (-0.0199, 1.5)), "KILLED", "below a bar on seed 1"),
+        (((-0.03, 1.5), (-0.03, 0.99)), "KILLED", "misses the suite bar on seed 1"),
+        (((-0.03, 1.5), (-0.0199, 1.5)), "KILLED", "misses a bar on seed 1"),
         (((0.03, 1.5), (0.03, 1.5)), "KILLED", "L is worse than V"),
         (((0.003, 1.5), (-0.003, 1.5)), "KILLED", "no difference seen"),
     ],

@@ -38,13 +38,12 @@ def load_model(path: str, device: torch.device) -> tuple[Transformer, Config, di
         cfg = Config(**ckpt["config"])
         with torch.device("meta"):
             model = Transformer(cfg)
-        model = model.to_empty(device="cpu")
+        model = model.to_empty(device=device)
+        model.make_rope(device)
         model.load_state_dict(ckpt.pop("model"))
     except (KeyError, TypeError, ValueError, RuntimeError) as e:
         raise Refusal(f"{path}: not a checkpoint of this model ({str(e).splitlines()[0]})") from None
-    fresh = Transformer(cfg)  # the rotary tables are no part of a checkpoint
-    model.cos, model.sin = fresh.cos, fresh.sin
-    return model.to(device).eval(), cfg, ckpt
+    return model.eval(), cfg, ckpt
 
 
 @torch.no_grad()

@@ -225,6 +225,21 @@ class StopFlag:
         self.signal = number
 
 
+COPIES: list[subprocess.Popen] = []  # after_save's process, at most one
+
+
+def after_save(command: str, name: str, last: bool = False) -> None:
+    """Run a command in the background after a save, one at a time (the last one to its end); its failure is said and never fatal."""
+    if COPIES and last:
+        COPIES[0].wait()
+    if COPIES and COPIES[0].poll() is None:
+        print(f"{name}  after_save is still at the save before: skipped this time", flush=True)
+        return
+    COPIES[:] = [subprocess.Popen(command, shell=True, cwd=HERE, stdout=subprocess.DEVNULL, start_new_session=True)]
+    if last and COPIES[0].wait():
+        print(f"{name}  after_save failed with {COPIES[0].returncode}: {command}", flush=True)
+
+
 # ---- data preflight (guard 3) -----------------------------------------------------------------------------------------
 
 

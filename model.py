@@ -17,6 +17,7 @@ import sys
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 
 def default_eps(n_layer: int, n_loop: int) -> float:
@@ -69,20 +70,28 @@ class SwiGLU(nn.Module):
 
 
 class Block(nn.Module):
-    """One stored block. forward applies it n_loop times in a row (layer order); stack order calls it with n_loop = 1."""
+    """One stored block, the unit that is compiled and sharded: in layer order forward applies it n_loop times in a row."""
 
     def __init__(self, c):
         super().__init__()
         self.eps = float(c.eps)
+        self.n_loop = c.n_loop if c.loop_order == "layer" else 1
+        self.ckpt = c.ckpt
         self.norm1 = nn.RMSNorm(c.n_embd, eps=c.norm_eps)
         self.attn = Attention(c.n_embd, c.n_head)
         self.norm2 = nn.RMSNorm(c.n_embd, eps=c.norm_eps)
         self.mlp = SwiGLU(c.n_embd, c.ffn_hidden)
 
-    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, n_loop: int) -> torch.Tensor:
-        for _ in range(n_loop):
-            x = x + self.eps * self.attn(self.norm1(x), cos, sin)
-            x = x + self.eps * self.mlp(self.norm2(x))
+    def apply_once(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        x = torch.add(x, self.attn(self.norm1(x), cos, sin), alpha=self.eps)
+        return torch.add(x, self.mlp(self.norm2(x)), alpha=self.eps)
+
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        for i in range(self.n_loop):
+            if torch.is_grad_enabled() and (self.ckpt == "all" or (self.ckpt == "loop" and i > 0)):  # recomputed in backward
+                x = checkpoint(self.apply_once, x, cos, sin, use_reentrant=False)
+            else:
+                x = self.apply_once(x, cos, sin)
         return x
 
 
@@ -102,7 +111,11 @@ class Transformer(nn.Module):
         self.head = nn.Linear(c.n_embd, c.vocab_size, bias=False)
         if c.tied:
             self.head.weight = self.embed.weight
-        cos, sin = rope_table(c.window, c.n_embd // c.n_head, c.rope_theta)
+        self.make_rope(None)
+
+    def make_rope(self, device: torch.device | None) -> None:
+        """The rotary tables on a device; no part of a checkpoint, so made again after to_empty."""
+        cos, sin = rope_table(self.c.window, self.c.n_embd // self.c.n_head, self.c.rope_theta, device)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
 
@@ -111,23 +124,30 @@ class Transformer(nn.Module):
         T = tokens.shape[1]
         cos, sin = self.cos[:T], self.sin[:T]
         x = self.embed(tokens)
-        rounds, loops = (1, self.c.n_loop) if self.c.loop_order == "layer" else (self.c.n_loop, 1)
-        for _ in range(rounds):
+        for _ in range(1 if self.c.loop_order == "layer" else self.c.n_loop):
             for block in self.blocks:
-                x = block(x, cos, sin, loops)
+                x = block(x, cos, sin)
         return self.norm(x)
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor | None = None, reduction: str = "mean") -> torch.Tensor:
         """Logits (B, T, vocab) fp32 of tokens (B, T) int64; with targets (B, T), the cross entropy in nats instead.
 
-        reduction "mean" gives a scalar, "none" one loss a token (B, T). logits.float() keeps the loss in fp32 whatever the
-        compute dtype: a loss in bf16 would step by 0.0156 nat, the size of the bar.
+        reduction "mean" gives a scalar, "none" one loss a token (B, T). The head and the loss run over loss_chunks chunks of the
+        tokens, recomputed in backward, so that the logits of only one chunk exist at a time.
         """
-        logits = self.head(self.hidden(tokens)).float()
+        h = self.hidden(tokens)
         if targets is None:
-            return logits
-        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction=reduction)
-        return loss if reduction == "mean" else loss.view_as(targets)
+            return self.head(h).float()
+        chunks = zip(h.flatten(0, 1).chunk(self.c.loss_chunks), targets.flatten().chunk(self.c.loss_chunks))
+        if self.c.loss_chunks > 1 and torch.is_grad_enabled():
+            loss = torch.cat([checkpoint(self.token_losses, a, b, use_reentrant=False) for a, b in chunks])
+        else:
+            loss = torch.cat([self.token_losses(a, b) for a, b in chunks])
+        return loss.mean() if reduction == "mean" else loss.view_as(targets)
+
+    def token_losses(self, h: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Cross entropy of each token in fp32 whatever the compute dtype: a loss in bf16 would step by 0.0156 nat, the size of the bar."""
+        return F.cross_entropy(self.head(h).float(), targets, reduction="none")
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:

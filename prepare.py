@@ -93,6 +93,18 @@ class ByteTokenizer:
         return bytes(i for i in ids if i < 256).decode(errors="replace")
 
 
+class BitTokenizer:
+    """The bits of UTF-8 bytes, the most significant first; no EOT."""
+
+    name, vocab_size, eot = "bits", 2, None
+
+    def encode(self, text: str) -> list[int]:
+        return np.unpackbits(np.frombuffer(text.encode(), dtype=np.uint8)).tolist()
+
+    def decode(self, ids: list[int]) -> str:
+        return np.packbits(np.array(ids[: len(ids) // 8 * 8], dtype=np.uint8)).tobytes().decode(errors="replace")
+
+
 class GPT2Tokenizer:
     """tiktoken's gpt2; special text inside a document is text. EOT = 50256."""
 
@@ -118,7 +130,7 @@ class GPT2Tokenizer:
 
 def get_tokenizer(name: str):
     """The tokenizer a manifest names; eval.py and prepare.py share it."""
-    kinds = {"byte": ByteTokenizer, "gpt2": GPT2Tokenizer}
+    kinds = {"byte": ByteTokenizer, "gpt2": GPT2Tokenizer, "bits": BitTokenizer}
     if name not in kinds:
         raise Refusal(f'tokenizer "{name}" is unknown: one of {", ".join(kinds)}')
     return kinds[name]()
@@ -132,9 +144,9 @@ def write_split(path: Path, docs: Iterator[str], want: int, tok, report, keep: l
     counts, packer, packed = {"documents": 0, "tokens": 0, "text_bytes": 0}, zlib.compressobj(), 0
     with open(path, "wb") as f:
         for text in docs:
-            ids = np.array(tok.encode(text) + [tok.eot], dtype="<u2")[: want - counts["tokens"]]
-            whole = len(ids) == 0 or ids[-1] == tok.eot
-            text = text if whole else tok.decode(ids.tolist())
+            whole = tok.encode(text) + ([] if tok.eot is None else [tok.eot])
+            ids = np.array(whole[: want - counts["tokens"]], dtype="<u2")
+            text = text if len(ids) == len(whole) else tok.decode(ids.tolist())
             f.write(ids.tobytes())
             size = len(text.encode())
             packed += len(packer.compress(text.encode()))  # one stream, so that documents alike pack away
@@ -315,7 +327,7 @@ def parse(args: list[str]):
         s.add_argument("--suite", action="store_true", help="make the lm-eval tasks cloze and lastword from the val documents")
         if name == "files":
             s.add_argument("glob", nargs="+")
-            s.add_argument("--tokenizer", default="byte", help="byte or gpt2")
+            s.add_argument("--tokenizer", default="byte", help="byte, gpt2 or bits")
         else:
             s.set_defaults(tokenizer="byte")
     a = p.parse_args(args)

@@ -4,18 +4,35 @@
 #     bash run.sh nano             # corpus, 4 runs, evals, verdict, beside the committed record; afresh into results/replica_nano
 #     bash run.sh test             # every test
 #
+#     bash run.sh plan             # sizes, memory, hours and cost of the rungs, before renting anything
+#     bash run.sh gpucheck         # one GPU, under 8 minutes: the 1b arms at full width for a dozen steps
+#     bash run.sh 400m             # on a GPU node the whole rung: data, node check, LR probe, V s0, L s0, verdict, V s1, L s1, evals, verdict
+#     bash run.sh 1b               # the same; refuses unless 400m is CONFIRMED (--anyway goes on, and the verdict says so)
+#     bash run.sh flip             # the same on one GPU, loss bar only
+#         --seeds=0                # one seed here, the other on another node; copy results/ and evals/ together for the verdict
+#         --arms="VE L1"           # control arms after the main ones
+#         --copy="rsync -a results evals out host:dir/"   # run after every save; its failure is never fatal
+#     bash run.sh probe 400m       # the LR probe alone: V at each LR of the grid (--grid="1e-3 6e-4 3e-4"), 5% of the length
+#     bash run.sh evals 400m       # best and final of every finished run of a rung
 #     bash run.sh setup            # the virtual environment .venv alone
 #     bash run.sh nano --record    # writes the record itself, results/nano and evals/nano
 #
-# All of it skips what is done and can be stopped (Ctrl-C) and started again at any point.
+# All of it skips what is done and can be stopped (Ctrl-C) and started again at any point with the same command. GPUS=4 uses
+# fewer than all of a node's GPUs; LAUNCH="torchrun --nnodes=2 ..." replaces the launcher, for several nodes.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
-USAGE="$(sed -n '2,10s/^# \{0,1\}//p' run.sh)"
+USAGE="$(sed -n '2,25s/^# \{0,1\}//p' run.sh)"
 
 export OMP_WAIT_POLICY=PASSIVE                      # beside a busy process the default spins, many times slower
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"      # two single-threaded runs side by side beat one on two threads
 export HF_DATASETS_DISABLE_PROGRESS_BARS=1 TQDM_DISABLE=1
 PY=.venv/bin/python
+
+GPUS="${GPUS:-$(nvidia-smi -L 2>/dev/null | grep -c ^GPU || true)}"
+if [ -z "${LAUNCH:-}" ]; then
+  LAUNCH="$PY"
+  [ "$GPUS" -le 1 ] || LAUNCH=".venv/bin/torchrun --standalone --nproc_per_node=$GPUS"
+fi
 
 die() { echo "run.sh: $*" >&2; exit 1; }
 
@@ -65,16 +82,101 @@ nano() {
   "$PY" verdict.py nano --folder="$folder"
 }
 
+json_value() { "$PY" -c 'import json, sys; print(json.load(open(sys.argv[1])).get(sys.argv[2], ""))' "$1" "$2"; }
+
+one_run() { # one_run RUNG ARM SEED [--key=value ...]: a run from wherever it stands to its end
+  local command="$LAUNCH train.py config/$2_$1.py --seed=$3 --resume=auto ${*:4}"
+  if [ -n "${COPY:-}" ]; then # through a file: $command is split into words
+    printf '#!/usr/bin/env bash\n%s\n' "$COPY" >out/after_save.sh
+    chmod +x out/after_save.sh
+    command+=" --after_save=out/after_save.sh"
+  fi
+  echo "+ $command"
+  side_by_side "$command"
+}
+
+probe() { # probe RUNG [--grid="..."]: V at each LR, 5% of the length with warmup and decay scaled to it
+  local rung="$1" grid lr
+  grid="$("$PY" -c 'import json, sys; print(*json.load(open(sys.argv[1])).get("lr_grid", []))' "config/bars_$rung.json")"
+  case "${2:-}" in "") ;; --grid=*) grid="${2#--grid=}" ;; *) die "probe takes --grid=\"1e-3 6e-4 3e-4\", not $2" ;; esac
+  [ -n "$grid" ] || die "rung $rung has no LR grid in its bars file: its LR is fixed"
+  mkdir -p out
+  for lr in $grid; do one_run "$rung" V 0 --length=0.05 "--lr=$lr" "--tag=lr$lr"; done
+  "$PY" verdict.py "$rung" --probe
+}
+
+evals() { # evals RUNG [SEED]: best and final of every finished registered run, those of one seed if given
+  local rung="$1" seed="${2:-*}" file name files=()
+  [ "$("$PY" -c 'import json, sys; print(len(json.load(open(sys.argv[1]))["tasks"]))' "config/bars_$rung.json")" != 0 ] || return 0
+  for file in results/"$rung"/*_s$seed.json; do
+    name="$(basename "$file" .json)"
+    [[ "$name" =~ ^[A-Za-z0-9]+_s[0-9]+$ ]] && grep -q '"status": "done"' "$file" || continue # registered, finished
+    files+=("out/$rung/$name/best.pt" "out/$rung/$name/final.pt")
+  done
+  [ "${#files[@]}" = 0 ] || side_by_side "$PY eval.py ${files[*]}"
+}
+
+rung() { # the whole rung, from wherever it stands
+  local rung="$1" seeds="0 1" arms="" anyway="" lr="" seed arm word
+  shift
+  for arm in "$@"; do
+    case "$arm" in
+      --seeds=*) seeds="${arm#*=}" ;;
+      --arms=*) arms="${arm#*=}" ;;
+      --copy=*) COPY="${arm#*=}" ;;
+      --anyway) anyway=1 ;;
+      *) die "$rung does not take $arm (bash run.sh shows what there is)" ;;
+    esac
+  done
+  setup requirements.txt
+  mkdir -p "out/$rung"
+  local gate
+  gate="$(json_value "config/bars_$rung.json" gate)"
+  if [ -n "$gate" ] && [ -z "$anyway" ]; then
+    word="$("$PY" verdict.py "$gate" --word)"
+    [ "$word" = CONFIRMED ] || die "$rung waits for its gate: $gate is $word, not CONFIRMED (--anyway goes on; the verdict will say so)"
+  fi
+  [ -e "data/$rung/manifest.json" ] || die "no data/$rung; make it first: $PY prepare.py files 'DIR/*.jsonl' --tokenizer=gpt2 --out=data/$rung --tokens=N --val_tokens=N (N: config/V_$rung.py)"
+  if [ ! -e "out/$rung/node_checked" ]; then
+    side_by_side "$LAUNCH bench.py node --config=config/V_$rung.py"
+    touch "out/$rung/node_checked"
+  fi
+  if [ -n "$(json_value "config/bars_$rung.json" lr_grid)" ]; then
+    [ -e "results/$rung/lr_probe.json" ] || probe "$rung"
+    lr="--lr=$(json_value "results/$rung/lr_probe.json" lr)"
+  fi
+  for seed in $seeds; do
+    for arm in V L; do one_run "$rung" "$arm" "$seed" $lr; done
+    evals "$rung" "$seed"
+    word="$("$PY" verdict.py "$rung" --word)"
+    if [ "$word" = KILLED ] || [ "$word" = INVALID ]; then break; fi # one failed seed decides
+  done
+  for arm in $arms; do
+    for seed in $seeds; do one_run "$rung" "$arm" "$seed" $lr; done
+  done
+  evals "$rung"
+  echo
+  "$PY" verdict.py "$rung"
+}
+
 run_tests() {
   setup requirements-dev.txt
   "$PY" -m ruff check .
   "$PY" -m ruff format --check .
-  "$PY" -m pytest -q --durations=10 test_smoke.py tests
+  "$PY" -m pytest -q -n 2 --dist loadfile --durations=10 test_smoke.py tests # two files at a time
 }
 
 case "${1:-}" in
   nano) nano "${@:2}" ;;
   test) run_tests ;;
+  1b | 400m | flip) rung "$@" ;;
+  probe | evals)
+    [ -e "config/bars_${2:-}.json" ] || die "$1 takes a rung: nano, flip, 400m or 1b"
+    setup requirements.txt
+    "$@"
+    ;;
+  plan) setup requirements.txt; "$PY" plan.py --table ;;
+  gpucheck) setup requirements.txt; "$PY" bench.py gpucheck "${@:2}" ;;
   setup) setup requirements.txt ;;
   *) echo "$USAGE"; exit 2 ;;
 esac

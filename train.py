@@ -37,12 +37,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_state_dict,
-    set_state_dict,
-)
+import torch.distributed.checkpoint.state_dict as sd
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import guard
@@ -82,7 +80,9 @@ class Config:
     data: str = "data/nano"  # folder of train.bin, val.bin, manifest.json
     unique_tokens: int = 0  # train tokens of the data; must equal the manifest's
     val_tokens: int = 0  # held-out tokens; must equal the manifest's
-    epochs: float = 5.0  # passes over the unique tokens; steps = round(epochs x windows / batch)
+    epochs: float = 5.0  # passes over the unique tokens; steps = round(length x epochs x windows / batch)
+    length: float = 1.0  # share of the run: steps and warmup scaled alike, for the LR probe
+    decay_epochs: float = 0.0  # the cosine ends here and the floor goes on, for --epochs=8; 0 = at epochs
     batch: int = 16  # windows a step, all ranks together
     micro_batch: int = 16  # windows a forward on one rank, at most
     max_steps: int = 0  # stop after this many steps, schedule unbent; 0 = all
@@ -98,12 +98,23 @@ class Config:
     # cadence
     eval_every: int = 250  # steps between evals of the whole val set, the same in all arms
     save_every: int = 1000  # steps between resume states; one is also written every 15 minutes
+    after_save: str = ""  # a shell command started after each save, e.g. rsync off the node; its failure is said, never fatal
     log_every: int = 10  # steps between progress lines
     # machine
     device: str = "auto"  # auto: cuda, mps, cpu in that order
     dtype: str = "auto"  # compute: float32 or bfloat16; auto = bfloat16 on cuda. Weights and loss are always fp32
+    parallel: str = "ddp"  # over the ranks of torchrun: ddp (whole copies) or fsdp (each block's weights, gradients and Adam sharded)
+    zero: int = 2  # fsdp: 2 keeps a block's weights gathered from its first use in a step to the update, 3 frees them after each use
+    shard_ranks: int = 0  # fsdp: shard over groups of this many ranks, copies between the groups (one group a node, say); 0 = over all
+    ckpt: str = "none"  # activations recomputed in backward: none; loop: of a block's applications after the first (layer order only); all: of every one
+    loss_chunks: int = 1  # chunks of a micro-batch's tokens whose logits exist at a time; 1 = all at once
     compile: bool = False  # torch.compile each block
     wandb_project: str = ""  # mirror the rows there; empty = off
+
+    @property
+    def continues(self) -> bool:
+        """Whether this is a registered run carried on at the floor of its schedule (--epochs=8)."""
+        return self.decay_epochs > 0 and self.tag == f"e{self.epochs:g}"
 
     @property
     def name(self) -> str:
@@ -116,7 +127,28 @@ class Config:
 
 FIELDS = {f.name: f for f in dataclasses.fields(Config)}
 # Overrides that need no tag: they leave the numbers alone, or name the run (lr: what the probe found; the audit compares it).
-EXEMPT = {"seed", "tag", "folder", "resume", "data", "micro_batch", "lr", "save_every", "log_every", "device", "compile", "wandb_project"}
+EXEMPT = {"seed", "tag", "folder", "resume", "data", "micro_batch", "lr", "save_every", "after_save", "log_every", "device", "wandb_project"}
+EXEMPT |= {"parallel", "zero", "shard_ranks", "ckpt", "loss_chunks", "compile"}
+CHOICES = {
+    "resume": ("never", "auto"), "dtype": ("auto", "float32", "bfloat16"), "device": ("auto", "cuda", "mps", "cpu"),
+    "parallel": ("ddp", "fsdp"), "zero": (2, 3), "ckpt": ("none", "loop", "all"),
+}  # fmt: skip
+POSITIVE = (
+    "batch",
+    "micro_batch",
+    "loss_chunks",
+    "eval_every",
+    "save_every",
+    "log_every",
+    "epochs",
+    "length",
+    "lr",
+    "unique_tokens",
+    "val_tokens",
+    "grad_clip",
+)
+NOT_NEGATIVE = ("seed", "max_steps", "warmup", "weight_decay", "min_lr", "beta1", "beta2", "adam_eps", "shard_ranks", "decay_epochs")
+BELOW = {"seed": 2**32, "min_lr": 1 + 1e-9, "beta1": 1, "beta2": 1}
 SAVE_SECONDS = 900  # a resume state at least this often
 PEAK_BF16 = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12}  # dense FLOP/s, NVIDIA data sheets; for MFU
 
@@ -169,6 +201,8 @@ def load_config(args: list[str]) -> Config:
     changed = [k for k, v in overrides.items() if k not in EXEMPT and v != values.get(k, FIELDS[k].default)]
     cfg = Config(**values | overrides)
     cfg.eps = cfg.eps or default_eps(cfg.n_layer, max(1, cfg.n_loop))
+    if changed == ["epochs"] and cfg.epochs > values["epochs"] and not cfg.tag:  # goes on from the registered run's last state
+        cfg.tag, cfg.decay_epochs = f"e{cfg.epochs:g}", values["epochs"]
     if changed and not cfg.tag:
         raise Refusal(f"--{changed[0]} changes the result, and {cfg.name} names the registered run: add --tag=x (writes {cfg.name}_x)")
     check_config(cfg, args[0])
@@ -180,15 +214,13 @@ def check_config(cfg: Config, where: str) -> None:
         check_shape(cfg)
     except ValueError as e:
         raise Refusal(f"{where}: {e}") from None
-    for key, choices in {"resume": ("never", "auto"), "dtype": ("auto", "float32", "bfloat16"), "device": ("auto", "cuda", "mps", "cpu")}.items():
+    for key, choices in CHOICES.items():
         if getattr(cfg, key) not in choices:
-            raise Refusal(f'{where}: {key} = "{getattr(cfg, key)}" is not one of {", ".join(choices)}')
-    above = {k: 0 for k in ("batch", "micro_batch", "eval_every", "save_every", "log_every", "epochs", "lr", "unique_tokens", "val_tokens", "grad_clip")}
-    above |= {k: -1 for k in ("seed", "max_steps", "warmup")} | {k: -1e-9 for k in ("weight_decay", "min_lr", "beta1", "beta2", "adam_eps")}
-    below = {"seed": 2**32, "min_lr": 1 + 1e-9, "beta1": 1, "beta2": 1}
-    for key, low in above.items():
-        if not low < getattr(cfg, key) < below.get(key, math.inf):
-            raise Refusal(f"{where}: {key} = {getattr(cfg, key)} is out of range (train.py, class Config, says what it is)")
+            raise Refusal(f"{where}: {key} = {getattr(cfg, key)!r} is not one of {', '.join(map(str, choices))}")
+    for key in POSITIVE + NOT_NEGATIVE:
+        value = getattr(cfg, key)
+        if not (value > 0 or (value == 0 and key in NOT_NEGATIVE)) or value >= BELOW.get(key, math.inf):
+            raise Refusal(f"{where}: {key} = {value} is out of range (train.py, class Config, says what it is)")
     for key, text in {"arm": cfg.arm, "rung": cfg.rung, "tag": cfg.tag or "x", "folder": cfg.folder or "x"}.items():
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", text):
             raise Refusal(f'{where}: {key} = "{text}" is no name (letters, digits, . - _)')
@@ -332,13 +364,61 @@ def build_model(cfg: Config, device: torch.device) -> Transformer:
         stored = Transformer(cfg).counts()["stored"]
     if stored != cfg.expect_params:
         raise Refusal(f"this config makes {stored:,} parameters and claims expect_params = {cfg.expect_params:,}: correct one of them")
-    model = Transformer(cfg)
-    model.init_weights(cfg.seed)
-    model.to(device)
-    if cfg.compile:
-        for block in model.blocks:  # in place, so that parameters keep their plain names
-            block.compile(fullgraph=True)
+    sharded = cfg.parallel == "fsdp" and WORLD > 1
+    whole = None
+    if RANK == 0 or not sharded:  # drawn on the CPU before any sharding, so that every world size starts equal
+        whole = Transformer(cfg)
+        whole.init_weights(cfg.seed)
+    if not sharded:
+        return compile_blocks(whole.to(device), cfg)
+    with torch.device("meta"):
+        model = compile_blocks(Transformer(cfg), cfg)
+    shard(model, cfg, device)
+    model.to_empty(device=device)
+    model.make_rope(device)
+    options = sd.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    sd.set_model_state_dict(model, whole.state_dict() if RANK == 0 else {}, options=options)
     return model
+
+
+def compile_blocks(model: Transformer, cfg: Config) -> Transformer:
+    """Compile each block's forward: inside it the activation checkpoints, around it FSDP's hooks. Parameters keep their plain names."""
+    if cfg.compile:
+        torch._dynamo.config.fail_on_recompile_limit_hit = True  # an error, not a silent fall to eager
+        for block in model.blocks:
+            block.forward = torch.compile(block.forward, fullgraph=True)
+    return model
+
+
+def shard(model: Transformer, cfg: Config, device: torch.device) -> None:
+    """FSDP2 on each stored block, then on the root (embedding, last norm, head). Gathered and reduced in fp32; autocast computes."""
+    groups = cfg.shard_ranks or WORLD
+    if WORLD % groups:
+        raise Refusal(f"shard_ranks = {cfg.shard_ranks} does not divide {WORLD} ranks")
+    if groups == WORLD:
+        mesh = init_device_mesh(device.type, (WORLD,))
+    else:
+        mesh = init_device_mesh(device.type, (WORLD // groups, groups), mesh_dim_names=("copies", "shards"))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, reshard_after_forward=cfg.zero == 3)
+    fully_shard(model, mesh=mesh, reshard_after_forward=False)
+    if cfg.zero == 2:  # one gather a stored block a step: kept over the micro-batches, freed by train_step before the update
+        model.set_reshard_after_backward(False)
+
+
+def reshard(model: torch.nn.Module) -> None:
+    """Give up the gathered weights of every FSDP unit. Forgetting this before an update trains on stale ones."""
+    for unit in model.modules():
+        if isinstance(unit, FSDPModule):
+            unit.reshard()
+
+
+def sync_gradients(model: torch.nn.Module, now: bool):
+    """Reduce this micro-batch's gradients over the ranks, or only add them up on each: a context manager around forward and backward."""
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(now)
+        return contextlib.nullcontext()
+    return contextlib.nullcontext() if now or WORLD == 1 else model.no_sync()
 
 
 def compute_dtype(cfg: Config, device: torch.device) -> torch.dtype:
@@ -347,7 +427,8 @@ def compute_dtype(cfg: Config, device: torch.device) -> torch.dtype:
 
 
 def autocast(device: torch.device, dtype: torch.dtype):
-    return torch.autocast(device.type, dtype) if dtype is not torch.float32 else contextlib.nullcontext()
+    """bf16 compute over fp32 weights. No cache of cast weights: it would sum the gradients of a weight's several uses in bf16, and only L has several."""
+    return torch.autocast(device.type, dtype, cache_enabled=False) if dtype is not torch.float32 else contextlib.nullcontext()
 
 
 # ---- optimizer --------------------------------------------------------------------------------------------------------
@@ -359,18 +440,20 @@ def build_optimizer(cfg: Config, model: torch.nn.Module) -> torch.optim.AdamW:
         {"params": [p for p in params if p.ndim >= 2], "weight_decay": cfg.weight_decay},
         {"params": [p for p in params if p.ndim < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=cfg.lr, betas=(cfg.beta1, cfg.beta2), eps=cfg.adam_eps, fused=params[0].is_cuda)
+    return torch.optim.AdamW(groups, lr=cfg.lr, betas=(cfg.beta1, cfg.beta2), eps=cfg.adam_eps, fused=params[0].device.type in ("cpu", "cuda"))
 
 
-def total_steps(cfg: Config) -> int:
-    return round(cfg.epochs * n_windows(cfg.unique_tokens, cfg.window) / cfg.batch)
+def total_steps(cfg: Config, epochs: float = 0.0) -> int:
+    """Updates in so many epochs (0: the config's)."""
+    return round(cfg.length * (epochs or cfg.epochs) * n_windows(cfg.unique_tokens, cfg.window) / cfg.batch)
 
 
 def lr_at(cfg: Config, step: int) -> float:
     """Learning rate of update `step` (from 0): linear warmup, cosine to min_lr x lr at the last step, flat after it."""
-    if step < cfg.warmup:
-        return cfg.lr * (step + 1) / cfg.warmup
-    done = min(1.0, (step - cfg.warmup) / max(1, total_steps(cfg) - 1 - cfg.warmup))
+    warmup, end = round(cfg.length * cfg.warmup), total_steps(cfg, cfg.decay_epochs)
+    if step < warmup:
+        return cfg.lr * (step + 1) / warmup
+    done = min(1.0, (step - warmup) / max(1, end - 1 - warmup))
     return cfg.lr * (cfg.min_lr + (1 - cfg.min_lr) * 0.5 * (1 + math.cos(math.pi * done)))
 
 
@@ -379,7 +462,7 @@ def lr_at(cfg: Config, step: int) -> float:
 
 def save_weights(run: dict, kind: str, model: torch.nn.Module, cfg: Config, val: float) -> None:
     """Write best.pt or final.pt and enter it under run[kind]. Plain tensors and types: torch.load(weights_only=True) reads it."""
-    weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))  # fp32, plain names
+    weights = sd.get_model_state_dict(model, options=sd.StateDictOptions(full_state_dict=True, cpu_offload=True))  # fp32, plain names
     state = {"model": weights, "config": run["config"], "step": run["step"], "val_loss": val}
     sha = guard.save_checkpoint(cfg.path("out") / cfg.name / f"{kind}.pt", state) if RANK == 0 else None
     run[kind] = {"step": run["step"], "val_loss": val, "sha256": sha}
@@ -387,45 +470,59 @@ def save_weights(run: dict, kind: str, model: torch.nn.Module, cfg: Config, val:
 
 def save_last(run: dict, model: torch.nn.Module, opt: torch.optim.Optimizer, cfg: Config) -> None:
     """The resume state: tensors by rank, and the record so far, which is all that the loop needs beside them."""
-    m, o = get_state_dict(model, opt)
+    m, o = sd.get_state_dict(model, opt)
     guard.save_last(cfg.path("out") / cfg.name, {"model": m, "optim": o}, run, RANK == 0, barrier)
+    if RANK == 0 and cfg.after_save:
+        guard.after_save(cfg.after_save, cfg.name)
 
 
 def load_last(folder: Path, model: torch.nn.Module, opt: torch.optim.Optimizer) -> None:
-    m, o = get_state_dict(model, opt)
+    m, o = sd.get_state_dict(model, opt)
     state = {"model": m, "optim": o}
     try:
         dcp.load(state, checkpoint_id=str(folder))
     except Exception as e:  # noqa: BLE001, a damaged part raises whatever pickle or the file system does
         raise Refusal(f"{folder}: cannot be read ({type(e).__name__}: {str(e).splitlines()[-1][:100]}); move {folder.parent} away to start over") from None
-    set_state_dict(model, opt, model_state_dict=state["model"], optim_state_dict=state["optim"])
+    sd.set_state_dict(model, opt, model_state_dict=state["model"], optim_state_dict=state["optim"])
 
 
 def start_or_resume(cfg: Config, fresh: dict) -> tuple[dict, Path | None]:
-    """(the run's record, resume state or None). Refuses to overwrite a registered run; a tagged one is scratch and starts over."""
-    path, last = cfg.path("results") / f"{cfg.name}.json", guard.find_last(cfg.path("out") / cfg.name)
-    old = guard.read_json(path) if path.exists() else {}
+    """(the run's record, the state to load or None). Never overwrites a registered run; a tagged one is scratch and starts over."""
+    path, out = cfg.path("results") / f"{cfg.name}.json", cfg.path("out")
+    old, last = guard.read_json(path) if path.exists() else {}, guard.find_last(out / cfg.name)
     if cfg.resume == "never":
         if not cfg.tag and (old or last):
             raise Refusal(f"{path}: this run is {old.get('status', 'half done')}; --resume=auto goes on with it, --tag=x or --folder=x makes another")
-        return fresh, None
-    if old.get("status") == "done":
+        last = None
+    elif old.get("status") == "done":
         same = old["code"]["code_sha256"] == fresh["code"]["code_sha256"]
-        say(
-            f"{path.relative_to(guard.HERE)}: done already{'' if same else f', by other code than is here now: delete it and {last and last.parent} to train anew'}"
-        )
+        stale = "" if same else f", by other code than is here now: delete it and {(out / cfg.name).relative_to(guard.HERE)} to train anew"
+        say(f"{path.relative_to(guard.HERE)}: done already{stale}")
         raise SystemExit(0)
+    if last is None and cfg.continues:
+        last = guard.find_last(out / f"{cfg.arm}_s{cfg.seed}")
+        if last is None or guard.read_json(last / "trainer.json")["status"] != "done":
+            raise Refusal(f"{out / cfg.arm}_s{cfg.seed}/last: no state of the finished run to go on from; train it first")
     if last is None:
         return fresh | {"events": old.get("events", [])}, None
-    run = guard.read_json(last / "trainer.json")
+    return resumed(guard.read_json(last / "trainer.json"), old, cfg, fresh, last), last
+
+
+def resumed(run: dict, old: dict, cfg: Config, fresh: dict, last: Path) -> dict:
+    """The saved record, as this start goes on with it. Refuses, by name and both values, to go on with another run, code or data."""
     diffs = [(k, run[k], fresh[k]) for k in ("params", "data", "order_sha256", "bars_sha256", "dtype")]
     diffs += [("the code (sha256 of model.py, train.py, guard.py)", run["code"]["code_sha256"], fresh["code"]["code_sha256"])]
-    diffs += [(k, run["config"][k], fresh["config"][k]) for k in FIELDS if k == "lr" or k not in EXEMPT]
+    loose = EXEMPT - {"lr"} | ({"epochs", "decay_epochs"} if cfg.continues else set())
+    diffs += [(k, run["config"][k], fresh["config"][k]) for k in FIELDS if k not in loose]
     for key, was, now in diffs:
         if was != now:
             raise Refusal(f"{last}: cannot resume, {key} was {was} and is {now}; put it back, or move {last.parent} away to start over")
-    now = {k: fresh[k] for k in ("config", "devices", "world_size", "micro_batch", "accum", "parallel", "attention", "code", "versions")}
-    return run | now | {"events": old.get("events", run["events"])}, last
+    now = {
+        k: fresh[k] for k in ("config", "name", "tag", "steps", "devices", "world_size", "parallel", "micro_batch", "accum", "attention", "code", "versions")
+    }
+    if run["name"] != cfg.name:  # a continuation has its own best and final
+        now |= {"best": None, "final": None, "final_val": None}
+    return run | now | {"events": old.get("events", run["events"])}
 
 
 # ---- eval -------------------------------------------------------------------------------------------------------------
@@ -434,15 +531,16 @@ def start_or_resume(cfg: Config, fresh: dict) -> tuple[dict, Path | None]:
 @torch.no_grad()
 def evaluate(model: torch.nn.Module, val: np.ndarray, cfg: Config, device: torch.device, dtype: torch.dtype) -> float:
     """Mean loss in nats a token over every full window of val, split over the ranks, summed in fp64."""
-    model.eval()
-    ids = np.arange(n_windows(len(val), cfg.window))[RANK::WORLD]
-    total = 0.0
-    for i in range(0, len(ids), cfg.micro_batch):
-        x, y = fetch(val, ids[i : i + cfg.micro_batch], cfg.window, device)
+    n, (micro, _) = n_windows(len(val), cfg.window), split_batch(cfg)
+    mine, total = np.arange(n)[RANK::WORLD], 0.0
+    for i in range(0, math.ceil(n / WORLD), micro):  # as many forwards of one shape on every rank: FSDP gathers in each, compile knows no other
+        ids = mine[i : i + micro]
+        x, y = fetch(val, np.pad(ids, (0, micro - len(ids))), cfg.window, device)
         with autocast(device, dtype):
-            total += model(x, y, "none").sum(dtype=torch.float64 if device.type != "mps" else None).item()
-    model.train()
-    return reduced(total, device) / (n_windows(len(val), cfg.window) * cfg.window)
+            losses = model(x, y, "none")[: len(ids)]
+        total += losses.cpu().double().sum().item()
+    reshard(model)
+    return reduced(total, device) / (n * cfg.window)
 
 
 # ---- record -----------------------------------------------------------------------------------------------------------
@@ -454,14 +552,14 @@ NOTHING_YET = {"loss_sum": 0.0, "gnorm": None, "steps": 0, "sec": 0.0}  # since 
 def new_record(cfg: Config, model: Transformer, manifest: dict, bars_sha256: str, device: torch.device, dtype: torch.dtype) -> dict:
     """A results file before its first step; README, "what each key proves", describes the keys."""
     config, (micro, accum), n = dataclasses.asdict(cfg), split_batch(cfg), n_windows(cfg.unique_tokens, cfg.window)
-    held = sum(p.numel() for p in model.parameters())
+    held = sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in model.parameters())
     return {
         "arm": cfg.arm, "seed": cfg.seed, "params": model.counts()["stored"], "config": config, "curve": [], "final_val": None, "wall_sec": 0.0,
         "name": cfg.name, "rung": cfg.rung, "tag": cfg.tag, "status": "running", "traceback": None, "step": 0, "steps": total_steps(cfg),
         "best": None, "final": None, "counts": model.counts(), "flops_per_token": model.flops_per_token(),
         "data": {"windows": n, "unique_tokens": cfg.unique_tokens, "val_tokens": cfg.val_tokens, "train_sha256": manifest["train"]["sha256"], "val_sha256": manifest["val"]["sha256"]},
         "order_sha256": hashlib.sha256(epoch_order(cfg.seed, 0, n).astype("<i8").tobytes()).hexdigest(), "bars_sha256": bars_sha256,
-        "world_size": WORLD, "devices": gather({**guard.device_identity(device), "params_held": held}), "parallel": "ddp" if WORLD > 1 else "single",
+        "world_size": WORLD, "devices": gather({**guard.device_identity(device), "params_held": held}), "parallel": cfg.parallel if WORLD > 1 else "single", "ckpt": cfg.ckpt,
         "micro_batch": micro, "accum": accum, "dtype": str(dtype).removeprefix("torch."), "attention": guard.attention_backend(cfg, device, dtype),
         "sec": {"train": 0.0, "eval": 0.0, "save": 0.0}, "since_row": dict(NOTHING_YET),
         "code": guard.code_identity(config), "versions": guard.versions(), "events": [],
@@ -529,13 +627,14 @@ def train_step(model, opt, train, cfg: Config, step: int, accum: int, device, dt
     loss = torch.zeros((), device=device)
     for i, ids in enumerate(mine):
         x, y = fetch(train, ids, cfg.window, device)
-        last = i == accum - 1
-        with contextlib.nullcontext() if last or WORLD == 1 else model.no_sync():  # gradients are averaged over ranks once a step
+        with sync_gradients(model, now=i == accum - 1 or cfg.zero == 3):
             with autocast(device, dtype):
                 part = model(x, y) / accum
             part.backward()
         loss += part.detach()
-    gnorm = torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.grad_clip).item()
+    reshard(model)
+    gnorm = torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.grad_clip)
+    gnorm = (gnorm.full_tensor() if isinstance(gnorm, DTensor) else gnorm).item()
     loss = reduced(loss.item(), device) / WORLD
     if not (math.isfinite(loss) and math.isfinite(gnorm)):
         raise Refusal(f"step {step}: loss {loss}, gradient norm {gnorm} (windows {windows[:8].tolist()}...): stopped before the update")
@@ -611,6 +710,8 @@ def finish(run, model, opt, cfg) -> None:
         save_weights(run, "final", model, cfg, run["final_val"])
         save_last(run, model, opt, cfg)
     write_record(run, cfg)
+    if RANK == 0 and cfg.after_save:
+        guard.after_save(cfg.after_save, cfg.name, last=True)
     sec = ", ".join(f"{run['sec'][k]:.0f} s {word}" for k, word in (("train", "training"), ("eval", "evals"), ("save", "saves")))
     say(f"{cfg.name}  done: best val {run['best']['val_loss']:.4f} at step {run['best']['step']}, final {run['final_val']:.4f}; {sec}")
 
@@ -626,12 +727,15 @@ def main(args: list[str]) -> None:
     run, last = start_or_resume(cfg, new_record(cfg, model, manifest, bars_sha256, device, dtype))
     guard.check_devices(run["devices"])
     opt = build_optimizer(cfg, model)
-    if WORLD > 1:
-        model = DistributedDataParallel(model, device_ids=[LOCAL_RANK] if device.type == "cuda" else None, broadcast_buffers=False)
+    if WORLD > 1 and cfg.parallel == "ddp":
+        model = DistributedDataParallel(
+            model, device_ids=[LOCAL_RANK] if device.type == "cuda" else None, broadcast_buffers=False, gradient_as_bucket_view=True
+        )
+    barrier()  # every rank has looked at the files that the first is about to change
+    if RANK == 0 and (last is None or last.parent.name != cfg.name):
+        guard.clear_run(cfg.path("out") / cfg.name)
     if last:
         load_last(last, model, opt)
-    elif RANK == 0:
-        guard.clear_run(cfg.path("out") / cfg.name)
     log = start_wandb(cfg, run)
     run["status"] = "running"
     event(run, "resumed" if last else "started")

@@ -3,6 +3,8 @@
     python verdict.py nano                              # the record
     python verdict.py nano --folder=replica_nano        # one's own replication, the record beside it
     python verdict.py path/to/published/curves          # a folder of published curves: best, final, gaps
+    python verdict.py 1b --probe                        # picks the LR from the rung's finished probes, writes lr_probe.json
+    python verdict.py 400m --word                       # the one word, for scripts
 
 One of CONFIRMED, KILLED (by how), INCOMPLETE (with the commands that supply what is missing), INVALID (the rule broken). Exit
 code 0 for the first two, 1 for the others.
@@ -35,6 +37,8 @@ def load_rung(rung: str, folder: str) -> dict:
     """The bars file and whatever runs and evals of its compared arms and seeds exist: {"bars", "runs": {(arm, seed): ...}, "evals": {(arm, seed, kind): ...}}."""
     path = guard.HERE / "config" / f"bars_{rung}.json"
     bars = guard.read_json(path)
+    if "compare" not in bars:
+        raise Refusal(f"rung {rung} compares nothing: no verdict ({path.name})")
     runs, evals = {}, {}
     for arm in bars["compare"]:
         for seed in bars["seeds"]:
@@ -44,7 +48,9 @@ def load_rung(rung: str, folder: str) -> dict:
             for kind in ("best", "final"):
                 if (p := guard.HERE / "evals" / folder / f"{name}_{kind}.json").exists():
                     evals[arm, seed, kind] = guard.read_json(p)
-    return {"bars": bars, "bars_sha256": guard.sha256_file(path), "folder": folder, "runs": runs, "evals": evals}
+    probe = guard.HERE / "results" / folder / "lr_probe.json"
+    probe = guard.read_json(probe) if probe.exists() else None
+    return {"bars": bars, "bars_sha256": guard.sha256_file(path), "folder": folder, "runs": runs, "evals": evals, "probe": probe}
 
 
 def missing(data: dict) -> list[str]:
@@ -56,7 +62,7 @@ def missing(data: dict) -> list[str]:
         for arm in bars["compare"]:
             if data["runs"].get((arm, seed), {}).get("status") != "done":
                 out.append(f"python train.py config/{arm}_{bars['rung']}.py --seed={seed} --resume=auto{extra}")
-            wanted = [k for k in ("best", "final") if (arm, seed, k) not in data["evals"]]
+            wanted = [k for k in ("best", "final") if (arm, seed, k) not in data["evals"]] if bars["tasks"] else []
             if wanted:
                 out.append("python eval.py " + " ".join(f"out/{folder}/{arm}_s{seed}/{k}.pt" for k in wanted))
     return out
@@ -83,10 +89,11 @@ def audit(data: dict) -> list[tuple[str, str, str]]:
     rule(out, "code identity equal", {n: r["code"]["code_sha256"] for n, r in runs.items()})
     for key in bars["config"]:
         want = {"bars": bars["config"][key]} if key != "lr" else {}
-        rule(out, f"config {key}", want | {n: r["config"][key] for n, r in runs.items()})
+        rule(out, f"config {key}", want | {n: r["config"].get(key, "not recorded") for n, r in runs.items()})
+    rule(out, "lr as the probe found it", {"probe": data["probe"]["lr"], **{n: r["config"]["lr"] for n, r in runs.items()}} if data["probe"] else {})
     for arm in bars["compare"]:
         for key, said in bars["arms"][arm].items():
-            rule(out, f"{arm} {key}", {"bars": said, **{n: r["config"][key] for n, r in runs.items() if r["arm"] == arm}})
+            rule(out, f"{arm} {key}", {"bars": said, **{n: r["config"].get(key, "not recorded") for n, r in runs.items() if r["arm"] == arm}})
         rule(out, f"{arm} parameters", {"bars": bars["arms"][arm]["expect_params"], **{n: r["params"] for n, r in runs.items() if r["arm"] == arm}})
     for name, r in runs.items():
         rule(out, f"{name}: untagged, and the run it is named", {"file": name, "run": r["name"]})
@@ -140,15 +147,15 @@ def seed_row(data: dict, seed: int) -> dict | None:
     treated, control = bars["compare"]
     runs = [data["runs"].get((arm, seed)) for arm in (treated, control)]
     evals = {(arm, kind): data["evals"].get((arm, seed, kind)) for arm in (treated, control) for kind in ("best", "final")}
-    if not all(r and r["status"] == "done" for r in runs) or not all(evals.values()):
+    if not all(r and r["status"] == "done" for r in runs) or (bars["tasks"] and not all(evals.values())):
         return None
     kind = bars["primary_checkpoint"]
     best, final = [best_row(r)["val_loss"] for r in runs], [r["final_val"] for r in runs]
-    suite = [evals[arm, kind]["mean"] for arm in (treated, control)]
+    suite = [evals[arm, kind]["mean"] for arm in (treated, control)] if bars["tasks"] else [0.0, 0.0]
     row = {"seed": seed, "best": best, "final": final, "suite": suite}
     primary = best if kind == "best" else final
     row |= {"val_gap": primary[0] - primary[1], "suite_gap": suite[0] - suite[1]}
-    row["passes"] = row["val_gap"] <= bars["bars"]["val_gap_max"] and row["suite_gap"] >= bars["bars"]["suite_gap_min"]
+    row["passes"] = row["val_gap"] <= bars["bars"]["val_gap_max"] and (not bars["tasks"] or row["suite_gap"] >= bars["bars"]["suite_gap_min"])
     return row
 
 
@@ -205,9 +212,8 @@ def print_table(verdict: dict, bars: dict) -> None:
             f"seed {r['seed']:<9}{r['best'][1]:9.4f}{r['best'][0]:9.4f}{r['best'][0] - r['best'][1]:+9.4f}   {r['final'][1]:9.4f}{r['final'][0]:9.4f}{r['final'][0] - r['final'][1]:+9.4f}"
             f"   {r['suite'][1]:9.2f}{r['suite'][0]:9.2f}{r['suite_gap']:+8.2f}   {'met' if r['passes'] else 'missed'}"
         )
-    print(
-        f"bars: val gap {treated}-{control} <= {limit['val_gap_max']} nats AND suite gap >= +{limit['suite_gap_min']} point, both at the {bars['primary_checkpoint']}-val checkpoint, on every seed"
-    )
+    suite = f" AND suite gap >= +{limit['suite_gap_min']} point" if bars["tasks"] else " (no suite at this rung)"
+    print(f"bars: val gap {treated}-{control} <= {limit['val_gap_max']} nats{suite}, at the {bars['primary_checkpoint']}-val checkpoint, on every seed")
 
 
 def print_verdict(verdict: dict, data: dict, verbose: bool = False) -> None:
@@ -217,6 +223,9 @@ def print_verdict(verdict: dict, data: dict, verbose: bool = False) -> None:
     if verdict["rows"]:
         print_table(verdict, bars)
     print(f"\n{verdict['word']}: {verdict['why']}\n(rung {bars['rung']}, role {bars['role']}: {bars['role_text']})")
+    if gate := bars.get("gate"):
+        word = decide(load_rung(gate, gate))["word"]
+        print(f"gate {gate}: {word}" + ("" if word == CONFIRMED else "; a run of this rung bypassed it (--anyway)" if data["runs"] else ""))
     if verdict["word"] == INCOMPLETE:
         print("missing; these commands supply it:\n  " + "\n  ".join(verdict["missing"]))
 
@@ -303,18 +312,47 @@ def published(folder: Path) -> None:
         print(f"{name:22}{run['params']:13,}{low['val_loss']:10.4f}{low['step']:9}{run['final_val']:9.4f}{run['final_val'] - low['val_loss']:+12.4f}{gap}")
 
 
+# ---- LR probe ---------------------------------------------------------------------------------------------------------
+
+
+def pick_lr(rung: str, folder: str) -> None:
+    """The LR with the lowest final val loss among the rung's finished probes of V; says so when it is an edge of the grid."""
+    paths = sorted((guard.HERE / "results" / folder).glob("V_s0_lr*.json"))
+    runs = [r for r in map(read_run, paths) if r["status"] == "done"]
+    if len(runs) < 3:
+        raise Refusal(f"{len(runs)} finished probes in results/{folder}: at least 3 are needed (bash run.sh probe {rung})")
+    for what in ("length", "warmup", "batch", "unique_tokens"):
+        if len({r["config"][what] for r in runs}) > 1:
+            raise Refusal(f"the probes in results/{folder} differ in {what}: not comparable; remove the odd one")
+    found = {r["config"]["lr"]: r["final_val"] for r in runs}
+    best = min(found, key=found.get)
+    edge = best in (min(found), max(found))
+    guard.write_json(
+        guard.HERE / "results" / folder / "lr_probe.json", {"rung": rung, "lr": best, "edge": edge, "final_val": found, "length": runs[0]["config"]["length"]}
+    )
+    print("  ".join(f"lr {lr:g}: {loss:.4f}{' <' if lr == best else ''}" for lr, loss in sorted(found.items())))
+    if edge:
+        print(f"lr {best:g} is an edge of the grid: extend it (bash run.sh probe {rung} --grid=...) before the runs, or say so in the paper")
+
+
 def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("rung", help="nano, flip, 400m, 1b, or a folder of published curves")
     p.add_argument("--folder", help="folder under results/ and evals/; default: the rung")
     p.add_argument("--audit", action="store_true", help="list every rule")
+    p.add_argument("--probe", action="store_true", help="pick the LR from the finished probes")
+    p.add_argument("--word", action="store_true", help="print the verdict's one word only")
     args = p.parse_args()
     if not (guard.HERE / "config" / f"bars_{args.rung}.json").exists():
         if Path(args.rung).is_dir():
             return published(Path(args.rung))
         raise Refusal(f'"{args.rung}" is neither a rung (config/bars_{args.rung}.json) nor a folder of published curves')
+    if args.probe:
+        return pick_lr(args.rung, args.folder or args.rung)
     data = load_rung(args.rung, args.folder or args.rung)
     verdict = decide(data)
+    if args.word:
+        return print(verdict["word"])
     if data["runs"]:
         draw_curves(data, guard.HERE / "results" / data["folder"] / "curves.png")
     print_verdict(verdict, data, args.audit)

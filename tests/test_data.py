@@ -109,6 +109,15 @@ def test_gpt2(p, gpt2_cache):
     assert done.stdout.strip() == "[27, 91, 437, 1659, 5239, 91, 29]"
 
 
+def test_bits(p):
+    tok = get_tokenizer("bits")
+    assert tok.encode("A") == [0, 1, 0, 0, 0, 0, 0, 1]
+    assert tok.decode(tok.encode("é🦊 text") + [1, 0]) == "é🦊 text"
+    p.ok("prepare.py", "files", str(ROOT / "*.py"), "--out=data/bits", "--tokens=80001", "--val_tokens=16000", "--tokenizer=bits")
+    manifest, train, _ = guard.open_data(p.path / "data/bits")
+    assert (manifest["vocab_size"], manifest["eot"], len(train), int(train.max())) == (2, None, 80001, 1)
+
+
 def test_refusals(p, tmp_path):
     (tmp_path / "bad.jsonl").write_text('{"text": "fine"}\n{"txt": "no"}\n')
     (tmp_path / "same.txt").write_text("all the same " * 4000)
@@ -162,5 +171,5 @@ def test_byte_tokenizer_and_unknown_names():
     tok = ByteTokenizer()
     for text in ("", "abc", "é🦊\x00"):
         assert tok.decode([*tok.encode(text), tok.eot]) == text
-    with pytest.raises(Refusal, match="byte, gpt2"):
+    with pytest.raises(Refusal, match="byte, gpt2, bits"):
         get_tokenizer("gpt4")

@@ -42,7 +42,7 @@ def record(gaps=((-0.03, 1.5), (-0.025, 1.0))) -> dict:
             runs[arm, seed] = run_of(bars, arm, seed, best)
             for kind in ("best", "final"):
                 evals[arm, seed, kind] = eval_of(bars, arm, seed, kind, mean)
-    return {"bars": bars, "bars_sha256": "B", "folder": "nano", "runs": runs, "evals": evals}
+    return {"bars": bars, "bars_sha256": "B", "folder": "nano", "runs": runs, "evals": evals, "probe": None}
 
 
 @pytest.mark.parametrize(
@@ -91,6 +91,15 @@ def test_missing_eval_or_unfinished_run_is_incomplete():
     assert verdict.decide(data)["word"] == "INCOMPLETE"
 
 
+def test_a_rung_without_suite_needs_no_evals():
+    data = record(((-0.03, 0.0), (-0.03, 0.0)))
+    data["bars"]["tasks"], data["evals"] = {}, {}
+    assert verdict.decide(data)["word"] == "CONFIRMED"
+    data = record(((-0.03, 0.0), (0.03, 0.0)))
+    data["bars"]["tasks"], data["evals"] = {}, {}
+    assert verdict.decide(data)["word"] == "KILLED"
+
+
 def test_a_run_killed_before_its_first_row_is_incomplete(tmp_path):
     data = record()
     data["runs"]["V", 1].update(status="running", curve=[])
@@ -104,6 +113,7 @@ BREAK = {
     "bars file": lambda d: d.update(bars_sha256="other"),
     "code identity": lambda d: d["runs"]["L", 0]["code"].update(code_sha256="other"),
     "config lr": lambda d: d["runs"]["L", 1]["config"].update(lr=1e-3),
+    "lr as the probe": lambda d: d.update(probe={"lr": 1e-3}),
     "config warmup": lambda d: [r["config"].update(warmup=31) for r in d["runs"].values()],
     "config epochs": lambda d: d["runs"]["V", 0]["config"].update(epochs=8.0),
     "L eps": lambda d: [d["runs"]["L", s]["config"].update(eps=0.5) for s in (0, 1)],

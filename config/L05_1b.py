@@ -1,0 +1,4 @@
+# L05 at 1b: L with eps 0.5, as published at small scale; the plan's fallback, a named arm that never poses as L.
+base = "L_1b.py"
+arm = "L05"
+eps = 0.5

@@ -13,6 +13,7 @@ import os
 import time
 from pathlib import Path
 
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as in train.py
 os.environ.setdefault("DISABLE_MULTIPROC", "1")  # lm-eval's bootstrap of a perplexity would fork a pool
 
 import numpy as np
@@ -107,6 +108,9 @@ def make_lm(model: Transformer, tok, device, dtype, batch_tokens: int):
 
         def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs) -> list[int]:
             return tok.encode(string)
+
+        def loglikelihood(self, requests, disable_tqdm: bool = True) -> list[tuple[float, bool]]:
+            return super().loglikelihood(requests, disable_tqdm=True)
 
         def _loglikelihood_tokens(self, requests, **kwargs) -> list[tuple[float, bool]]:
             # a context of spaces alone comes here empty: lm-eval has moved them to the continuation
@@ -239,10 +243,8 @@ def evaluate_checkpoint(path: str, args) -> None:
     batch_tokens = BATCH_TOKENS[device.type]
     lm = make_lm(model, tok, device, dtype, batch_tokens)
     out = run_suite(lm, metrics, data, args.limit)
-    print(
-        "  ".join(f"{n} {t['metric']} {100 * t['value']:.2f} +- {100 * t['stderr']:.2f} (n={t['n']})" for n, t in out["tasks"].items())
-        + f"  mean {out['mean']:.2f}"
-    )
+    scores = "  ".join(f"{n} {t['metric']} {100 * t['value']:.2f} +- {100 * t['stderr']:.2f} (n={t['n']})" for n, t in out["tasks"].items())
+    print(f"{cfg.name} {Path(path).stem}: {scores}  mean {out['mean']:.2f}")
     if partial:
         return
     import lm_eval

@@ -1,11 +1,13 @@
 """What is not the training loop itself: preflight of the data, the lock on a run's folder, signals, saving and loading, identity.
 
     python guard.py out/nano/L_s0/best.pt      # is this checkpoint whole, and what is in it
+    python guard.py leftovers                  # is any train.py of this folder still running
 
 Every refusal is one line (what is wrong, where, what to do) and a non-zero exit, raised as Refusal.
 """
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import json
@@ -16,6 +18,9 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
+import time
+import traceback
 import zipfile
 from pathlib import Path
 
@@ -101,24 +106,57 @@ def load_checkpoint(path: Path | str) -> dict:
         raise Refusal(f"{path}: not a whole checkpoint ({str(e).splitlines()[0]}); use another or train again") from None
 
 
-def save_last(folder: Path, state: dict, trainer: dict, main: bool, barrier) -> None:
-    """Write the resume state to folder/last: each rank its part (torch.distributed.checkpoint), rank 0 the trainer's own JSON.
+def save_last(folder: Path, state: dict, trainer: dict, need: int, rank: int, agree, gather) -> str:
+    """Write the resume state to folder/last: each rank its part (torch.distributed.checkpoint), rank 0 the trainer's JSON and the digests.
 
-    Written into last.tmp and renamed when whole. The one before stands until then, as last.old across the two renames.
+    Written into last.tmp and renamed when whole; the state before stays as last.old, for the day that the newest is damaged. Returns ""
+    or what failed, the same on every rank: agree(flag) is true where any rank's is, so that no rank waits for one that gave up.
     """
-    last, tmp, old = folder / "last", folder / "last.tmp", folder / "last.old"
-    if main:
-        shutil.rmtree(tmp, ignore_errors=True)
-    barrier()
-    dcp.save(state, checkpoint_id=str(tmp))
-    if main:
-        write_json(tmp / "trainer.json", trainer)
-        if last.exists():
-            shutil.rmtree(old, ignore_errors=True)
-            last.rename(old)
-        tmp.rename(last)
-        shutil.rmtree(old, ignore_errors=True)
-    barrier()
+    last, tmp, old, digests = folder / "last", folder / "last.tmp", folder / "last.old", {}
+
+    def room() -> None:
+        if rank == 0:
+            shutil.rmtree(tmp, ignore_errors=True)
+            if shutil.disk_usage(folder).free < need and last.exists():
+                shutil.rmtree(old, ignore_errors=True)
+            if (free := shutil.disk_usage(folder).free) < need:
+                raise OSError(errno.ENOSPC, f"{free / 1e9:.3f} GB free under {folder}, {need / 1e9:.3f} GB needed")
+
+    def write() -> None:
+        dcp.save(state, checkpoint_id=str(tmp))
+        digests.update({p.name: sha256_file(p) for p in tmp.glob(f"__{rank}_*")})
+
+    def publish() -> None:
+        if rank == 0:
+            write_json(tmp / "trainer.json", trainer)
+            parts = {k: v for part in everyones for k, v in part.items()}
+            write_json(tmp / "digests.json", parts | {name: sha256_file(tmp / name) for name in (".metadata", "trainer.json")})
+            if last.exists():
+                shutil.rmtree(old, ignore_errors=True)
+                last.rename(old)
+            tmp.rename(last)
+
+    for phase in (room, write, publish):
+        error = ""
+        try:
+            phase()
+        except Exception as e:  # noqa: BLE001, a full or broken disk comes as many types; the caller decides
+            error = f"{type(e).__name__}: {str(e).strip().splitlines()[-1] if str(e).strip() else ''}"
+        if agree(bool(error)):
+            if rank == 0:
+                shutil.rmtree(tmp, ignore_errors=True)
+            return error or "another rank could not write its part"
+        everyones = gather(digests)
+    return ""
+
+
+def damage(state: Path) -> str:
+    """What is wrong with a resume state, "" for nothing: every file is there and has the digest it was written with."""
+    try:
+        digests = json.loads((state / "digests.json").read_text())
+        return next((f"{name} has changed since it was written" for name, sha in digests.items() if sha256_file(state / name) != sha), "")
+    except (OSError, ValueError, AttributeError) as e:
+        return f"{type(e).__name__}: {e}"
 
 
 def clear_run(folder: Path) -> None:
@@ -130,8 +168,15 @@ def clear_run(folder: Path) -> None:
 
 
 def find_last(folder: Path) -> Path | None:
-    """The newest whole resume state of a run, or None: last, or last.old after a kill between save_last's two renames."""
-    return next((p for p in (folder / "last", folder / "last.old") if (p / "trainer.json").exists()), None)
+    """The newest whole resume state of a run, or None. A damaged one is named, and the one before it used; Refusal where all are damaged."""
+    found = [state for state in (folder / "last", folder / "last.old") if state.exists()]
+    for state in found:
+        if not (problem := damage(state)):
+            return state
+        print(f"{state}: damaged ({problem}): not used", flush=True)
+    if found:
+        raise Refusal(f"{folder}: no whole resume state is left; move the folder away to start over")
+    return None
 
 
 # ---- identity ---------------------------------------------------------------------------------------------------------
@@ -182,14 +227,24 @@ def check_devices(devices: list[dict]) -> None:
         raise Refusal(f"{len(ids)} ranks share {len(set(ids))} GPUs ({', '.join(ids)}): one GPU a rank")
 
 
+def nvidia_smi(gpu: str, query: str) -> str:
+    """What nvidia-smi says of one GPU (index or uuid), "" where there is none."""
+    gpu = gpu if gpu.isdigit() or gpu.startswith("GPU-") else f"GPU-{gpu}"
+    try:
+        return subprocess.run(["nvidia-smi", f"--id={gpu}", "--format=csv,noheader,nounits", query], check=False, capture_output=True, text=True).stdout.strip()
+    except OSError:
+        return ""
+
+
 def rank_stats(step_times: list[float], device: torch.device) -> dict:
     """What one rank did since the last row: step seconds (median, max), peak memory, and a GPU's utilisation and power."""
     stats = {"step_p50": float(np.median(step_times)), "step_max": max(step_times)} if step_times else {}
     if device.type == "cuda":
         stats["peak_gib"] = torch.cuda.max_memory_allocated(device) / 2**30
         torch.cuda.reset_peak_memory_stats(device)
-        with contextlib.suppress(ModuleNotFoundError, RuntimeError):  # needs NVIDIA's management library
-            stats |= {"gpu_percent": torch.cuda.utilization(device), "watts": torch.cuda.power_draw(device) / 1000}
+        percent, _, watts = nvidia_smi(str(torch.cuda.get_device_properties(device).uuid), "--query-gpu=utilization.gpu,power.draw").partition(", ")
+        with contextlib.suppress(ValueError):  # a card that does not tell
+            stats |= {"gpu_percent": float(percent), "watts": float(watts)}
     return stats
 
 
@@ -225,19 +280,81 @@ class StopFlag:
         self.signal = number
 
 
+def check_disk(folder: Path, need: int) -> None:
+    """Room for what a run leaves at rest: best.pt, final.pt and two resume states, 32 bytes a parameter."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if (free := shutil.disk_usage(folder).free) < need:
+        raise Refusal(f"{folder}: {free / 1e9:.2f} GB free, a run of this size leaves {need / 1e9:.2f} GB there: make room first")
+
+
+class Watchdog:
+    """Ends a process whose loop has not moved for some minutes: a hung collective neither returns nor raises under NCCL."""
+
+    def __init__(self, minutes: float, on_hang):
+        self.seconds, self.on_hang, self.last = 60 * minutes, on_hang, time.monotonic()
+        threading.Thread(target=self.watch, daemon=True).start()
+
+    def beat(self) -> None:
+        self.last = time.monotonic()
+
+    def watch(self) -> None:
+        main = threading.main_thread().ident
+        while (idle := time.monotonic() - self.last) < self.seconds:
+            time.sleep(min(1.0, self.seconds - idle))
+        self.on_hang("".join(traceback.format_stack(sys._current_frames()[main])))
+        os._exit(1)
+
+
+def ledger(line: str) -> None:
+    """One line at the end of results/LEDGER.md, written whole."""
+    path = HERE / "results" / "LEDGER.md"
+    path.parent.mkdir(exist_ok=True)
+    head = (
+        "" if path.exists() else "# Every start, resume, preemption, failure and finish of a recorded run\n\n| time | run | event | step |\n| - | - | - | - |\n"
+    )
+    with open(path, "a") as f:
+        f.write(head + line + "\n")
+
+
 COPIES: list[subprocess.Popen] = []  # after_save's process, at most one
 
 
 def after_save(command: str, name: str, last: bool = False) -> None:
     """Run a command in the background after a save, one at a time (the last one to its end); its failure is said and never fatal."""
-    if COPIES and last:
-        COPIES[0].wait()
-    if COPIES and COPIES[0].poll() is None:
-        print(f"{name}  after_save is still at the save before: skipped this time", flush=True)
-        return
-    COPIES[:] = [subprocess.Popen(command, shell=True, cwd=HERE, stdout=subprocess.DEVNULL, start_new_session=True)]
-    if last and COPIES[0].wait():
-        print(f"{name}  after_save failed with {COPIES[0].returncode}: {command}", flush=True)
+    for turn in range(2 if last else 1):
+        if COPIES:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                COPIES[0].wait(600 if last else 0)
+            if COPIES[0].returncode is None:
+                print(f"{name}  after_save is still at the save before: skipped this time", flush=True)
+                return
+            if COPIES[0].returncode:
+                print(f"{name}  after_save failed with {COPIES[0].returncode}: {command}", flush=True)
+        if turn == 0:
+            COPIES[:] = [subprocess.Popen(command, shell=True, cwd=HERE, stdout=subprocess.DEVNULL, start_new_session=True)]
+
+
+# ---- leftovers (guard 4) ----------------------------------------------------------------------------------------------
+
+
+def leftovers() -> list[str]:
+    """train.py processes of this folder that still run: "pid N: command line"."""
+    found = []
+    for proc in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            words = (proc / "cmdline").read_bytes().decode(errors="replace").split("\0")
+            if any(w.endswith("train.py") for w in words) and (proc / "cwd").resolve() == HERE and int(proc.name) != os.getpid():
+                found.append(f"pid {proc.name}: {' '.join(words).strip()}")
+    return found
+
+
+def busy_gpu(index: int) -> str:
+    """What else is on a GPU before our own context, "" for nothing: processes by pid, memory and command, or memory alone where a container hides them."""
+    apps = nvidia_smi(str(index), "--query-compute-apps=pid,used_memory,name")
+    if apps:
+        return "; ".join(f"pid {pid}, {mib} MiB, {name}" for pid, mib, name in (line.split(", ", 2) for line in apps.splitlines()))
+    used = nvidia_smi(str(index), "--query-gpu=memory.used")
+    return f"{used} MiB in use by a process that cannot be seen from here" if used.isdigit() and int(used) > 1024 else ""
 
 
 # ---- data preflight (guard 3) -----------------------------------------------------------------------------------------
@@ -246,7 +363,7 @@ def after_save(command: str, name: str, last: bool = False) -> None:
 def read_bin(path: Path) -> np.memmap:
     """A bin as a uint16 memmap; Refusal on a missing, empty or odd-length file."""
     if not path.exists():
-        raise Refusal(f"{path}: no such file; make the data with prepare.py (see README)")
+        raise Refusal(f"{path}: no such file; make the data with prepare.py first (README: One run at a time; bash run.sh nano makes its own)")
     size = path.stat().st_size
     if size == 0 or size % 2:
         raise Refusal(f"{path}: {size} bytes is not a whole number of uint16 tokens; the file is truncated, prepare it again")
@@ -277,7 +394,8 @@ def check_data(folder: Path, manifest: dict, train: np.ndarray, val: np.ndarray,
             raise Refusal(f"{folder}/{split}.bin: sha256 differs from manifest.json: changed since it was prepared; prepare it again")
         if (top := int(data.max())) >= vocab_size:
             raise Refusal(f"{folder}/{split}.bin: token id {top} is outside the vocabulary of {vocab_size}; wrong tokenizer or wrong vocab_size")
-    limits = [("share of val stretches found in train", val_in_train(train, val), "<=", 0.04)]  # one of 32 may be boilerplate
+    few = 1 << 28 if manifest["vocab_size"] == 2 else len(train)  # a search in bits is slow: everything looks alike
+    limits = [("share of val stretches found in train", val_in_train(train[:few], val), "<=", 0.04)]  # one of 32 may be boilerplate
     ignore = ord(" ") if manifest["tokenizer"] == "byte" else None  # indentation: 5% of the standard library's 128-byte windows are half spaces
     if manifest["vocab_size"] > 2:  # bits are exempt: one of two tokens always fills half, and zlib sees eight to a byte
         limits += [
@@ -324,6 +442,11 @@ def val_in_train(train: np.ndarray, val: np.ndarray, chunk: int = 1 << 24) -> fl
 
 
 def main() -> None:
+    if sys.argv[1:] == ["leftovers"]:  # run.sh asks after each run
+        if found := leftovers():
+            ledger(f"| {time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())} | | left over: {'; '.join(found)} | |")
+            raise Refusal("processes of an earlier run are still there; end them by pid: " + "; ".join(found))
+        return
     if len(sys.argv) != 2:
         raise SystemExit(__doc__)
     ckpt = load_checkpoint(sys.argv[1])

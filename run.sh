@@ -11,6 +11,7 @@
 #     bash run.sh flip             # the same on one GPU, loss bar only
 #         --seeds=0                # one seed here, the other on another node; copy results/ and evals/ together for the verdict
 #         --arms="VE L1"           # control arms after the main ones
+#         --edge                   # go on although the LR probe's winner is an edge of its grid
 #         --copy="rsync -a results evals out host:dir/"   # run after every save; its failure is never fatal
 #     bash run.sh probe 400m       # the LR probe alone: V at each LR of the grid (--grid="1e-3 6e-4 3e-4"), 5% of the length
 #     bash run.sh evals 400m       # best and final of every finished run of a rung
@@ -18,21 +19,20 @@
 #     bash run.sh nano --record    # writes the record itself, results/nano and evals/nano
 #
 # All of it skips what is done and can be stopped (Ctrl-C) and started again at any point with the same command. GPUS=4 uses
-# fewer than all of a node's GPUs; LAUNCH="torchrun --nnodes=2 ..." replaces the launcher, for several nodes.
+# fewer than all of a node's GPUs, GPUS=0 a CPU.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
-USAGE="$(sed -n '2,25s/^# \{0,1\}//p' run.sh)"
+USAGE="$(sed -n '2,26s/^# \{0,1\}//p' run.sh)"
 
 export OMP_WAIT_POLICY=PASSIVE                      # beside a busy process the default spins, many times slower
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"      # two single-threaded runs side by side beat one on two threads
 export HF_DATASETS_DISABLE_PROGRESS_BARS=1 TQDM_DISABLE=1
 PY=.venv/bin/python
 
+ASKED_GPUS="${GPUS:-}"
 GPUS="${GPUS:-$(nvidia-smi -L 2>/dev/null | grep -c ^GPU || true)}"
-if [ -z "${LAUNCH:-}" ]; then
-  LAUNCH="$PY"
-  [ "$GPUS" -le 1 ] || LAUNCH=".venv/bin/torchrun --standalone --nproc_per_node=$GPUS"
-fi
+LAUNCH="$PY"
+[ "$GPUS" -le 1 ] || LAUNCH=".venv/bin/torchrun --standalone --nproc_per_node=$GPUS"
 
 die() { echo "run.sh: $*" >&2; exit 1; }
 
@@ -58,7 +58,7 @@ side_by_side() { # every argument a command; all at once; a signal to this scrip
     while kill -0 "$p" 2>/dev/null; do wait "$p" || rc=$?; done # a signal ends wait, not the child
   done
   trap - INT TERM HUP
-  [ -z "$stopped" ] || die "stopped; the same command goes on where this ended"
+  [ -z "$stopped" ] || { echo "run.sh: stopped; the same command goes on where this ended" >&2; exit 3; }
   [ "$rc" = 0 ] || die "failed, for the reason above; what is done is kept"
 }
 
@@ -93,6 +93,7 @@ one_run() { # one_run RUNG ARM SEED [--key=value ...]: a run from wherever it st
   fi
   echo "+ $command"
   side_by_side "$command"
+  "$PY" guard.py leftovers
 }
 
 probe() { # probe RUNG [--grid="..."]: V at each LR, 5% of the length with warmup and decay scaled to it
@@ -101,7 +102,11 @@ probe() { # probe RUNG [--grid="..."]: V at each LR, 5% of the length with warmu
   case "${2:-}" in "") ;; --grid=*) grid="${2#--grid=}" ;; *) die "probe takes --grid=\"1e-3 6e-4 3e-4\", not $2" ;; esac
   [ -n "$grid" ] || die "rung $rung has no LR grid in its bars file: its LR is fixed"
   mkdir -p out
-  for lr in $grid; do one_run "$rung" V 0 --length=0.05 "--lr=$lr" "--tag=lr$lr"; done
+  for lr in $grid; do # one that diverges fails, and counts as worse than any
+    if ! grep -qs '"traceback": "rank [0-9]*, step [0-9]*: step [0-9]*: loss \(nan\|inf\)' "results/$rung/V_s0_lr$lr.json"; then
+      (one_run "$rung" V 0 --length=0.05 "--lr=$lr" "--tag=lr$lr") || [ $? != 3 ] || exit 3
+    fi
+  done
   "$PY" verdict.py "$rung" --probe
 }
 
@@ -117,7 +122,7 @@ evals() { # evals RUNG [SEED]: best and final of every finished registered run, 
 }
 
 rung() { # the whole rung, from wherever it stands
-  local rung="$1" seeds="0 1" arms="" anyway="" lr="" seed arm word
+  local rung="$1" seeds="0 1" arms="" anyway="" edge="" lr="" ran="" seed arm word stamp
   shift
   for arm in "$@"; do
     case "$arm" in
@@ -125,38 +130,47 @@ rung() { # the whole rung, from wherever it stands
       --arms=*) arms="${arm#*=}" ;;
       --copy=*) COPY="${arm#*=}" ;;
       --anyway) anyway=1 ;;
+      --edge) edge=1 ;;
       *) die "$rung does not take $arm (bash run.sh shows what there is)" ;;
     esac
   done
+  [ "$GPUS" != 0 ] || [ -n "$ASKED_GPUS" ] || die "no GPU seen here (nvidia-smi -L); GPUS=0 bash run.sh $rung ... would train on the CPU"
   setup requirements.txt
-  mkdir -p "out/$rung"
+  mkdir -p "out/$rung" "results/$rung"
+  "$PY" guard.py leftovers
   local gate
   gate="$(json_value "config/bars_$rung.json" gate)"
-  if [ -n "$gate" ] && [ -z "$anyway" ]; then
+  if [ -n "$gate" ]; then
     word="$("$PY" verdict.py "$gate" --word)"
-    [ "$word" = CONFIRMED ] || die "$rung waits for its gate: $gate is $word, not CONFIRMED (--anyway goes on; the verdict will say so)"
+    [ "$word" = CONFIRMED ] || [ -n "$anyway" ] || die "$rung waits for its gate: $gate is $word, not CONFIRMED (--anyway goes on; the verdict will say so)"
+    [ "$word" = CONFIRMED ] || printf '{"gate": "%s", "word": "%s"}\n' "$gate" "$word" >"results/$rung/gate_bypassed.json"
   fi
   [ -e "data/$rung/manifest.json" ] || die "no data/$rung; make it first: $PY prepare.py files 'DIR/*.jsonl' --tokenizer=gpt2 --out=data/$rung --tokens=N --val_tokens=N (N: config/V_$rung.py)"
-  if [ ! -e "out/$rung/node_checked" ]; then
+  stamp="out/$rung/node_checked.$( (uname -n; nvidia-smi -L 2>/dev/null || true) | sha256sum | cut -c1-8)" # another node is checked again
+  if [ ! -e "$stamp" ]; then
     side_by_side "$LAUNCH bench.py node --config=config/V_$rung.py"
-    touch "out/$rung/node_checked"
+    touch "$stamp"
   fi
   if [ -n "$(json_value "config/bars_$rung.json" lr_grid)" ]; then
+    [ -e "results/$rung/lr_probe.json" ] || [[ "$seeds" == *0* ]] || die "no results/$rung/lr_probe.json: copy it from the node that runs seed 0, so that all runs use one LR"
     [ -e "results/$rung/lr_probe.json" ] || probe "$rung"
+    [ "$(json_value "results/$rung/lr_probe.json" edge)" != True ] || [ -n "$edge" ] || die "the probe's winner is an edge of the grid: extend it (bash run.sh probe $rung --grid=...), or --edge goes on"
     lr="--lr=$(json_value "results/$rung/lr_probe.json" lr)"
   fi
   for seed in $seeds; do
     for arm in V L; do one_run "$rung" "$arm" "$seed" $lr; done
+    ran+=" $seed"
     evals "$rung" "$seed"
     word="$("$PY" verdict.py "$rung" --word)"
-    if [ "$word" = KILLED ] || [ "$word" = INVALID ]; then break; fi # one failed seed decides
+    [ "$word" != INVALID ] || { "$PY" verdict.py "$rung" || true; die "the record is INVALID; nothing more is trained on it"; }
+    [ "$word" != KILLED ] || break # one failed seed decides
   done
   for arm in $arms; do
-    for seed in $seeds; do one_run "$rung" "$arm" "$seed" $lr; done
+    for seed in $ran; do one_run "$rung" "$arm" "$seed" $lr; done
   done
   evals "$rung"
   echo
-  "$PY" verdict.py "$rung"
+  "$PY" verdict.py "$rung" || [ "$seeds" != "0 1" ] # half a rung is INCOMPLETE, and that is no failure
 }
 
 run_tests() {
@@ -178,5 +192,6 @@ case "${1:-}" in
   plan) setup requirements.txt; "$PY" plan.py --table ;;
   gpucheck) setup requirements.txt; "$PY" bench.py gpucheck "${@:2}" ;;
   setup) setup requirements.txt ;;
-  *) echo "$USAGE"; exit 2 ;;
+  "") echo "$USAGE"; exit 2 ;;
+  *) echo "$USAGE"; echo; echo "run.sh: there is no \"$1\"; see above" >&2; exit 2 ;;
 esac

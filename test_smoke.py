@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "tests"))
-from conftest import Project
+from project import Project
 
 
 def run_smoke(folder: Path) -> None:

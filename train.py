@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # beside a busy process the default spins, many times slower
 if "TORCHELASTIC_RUN_ID" in os.environ:  # a worker dies with its torchrun, whatever killed that; before the slow import of torch
     launcher = os.getppid()
     if sys.platform == "linux":
@@ -22,6 +23,7 @@ if "TORCHELASTIC_RUN_ID" in os.environ:  # a worker dies with its torchrun, what
 
 import contextlib
 import dataclasses
+import datetime
 import difflib
 import functools
 import hashlib
@@ -62,6 +64,7 @@ class Config:
     tag: str = ""  # names a run that is not the registered one: <arm>_s<seed>_<tag>
     folder: str = ""  # under results/, evals/ and out/; empty = the rung
     resume: str = "never"  # never, or auto: go on from out/.../last where there is one
+    force_resume: bool = False  # go on although config, data or code have changed; recorded in events
     # model
     expect_params: int = 0  # stored parameters this config claims; train refuses on any other number
     vocab_size: int = 257  # rows of the embedding, >= the tokenizer's
@@ -100,6 +103,9 @@ class Config:
     save_every: int = 1000  # steps between resume states; one is also written every 15 minutes
     after_save: str = ""  # a shell command started after each save, e.g. rsync off the node; its failure is said, never fatal
     log_every: int = 10  # steps between progress lines
+    spike: float = 1.0  # a step's loss this many nats above the mean since the last eval is noted in events; 0 = off
+    timeout_min: float = 20.0  # minutes without a step, an eval batch or a save after which a rank calls itself hung and ends
+    allow_busy: bool = False  # start although other processes are on the GPUs
     # machine
     device: str = "auto"  # auto: cuda, mps, cpu in that order
     dtype: str = "auto"  # compute: float32 or bfloat16; auto = bfloat16 on cuda. Weights and loss are always fp32
@@ -128,12 +134,12 @@ class Config:
 FIELDS = {f.name: f for f in dataclasses.fields(Config)}
 # Overrides that need no tag: they leave the numbers alone, or name the run (lr: what the probe found; the audit compares it).
 EXEMPT = {"seed", "tag", "folder", "resume", "data", "micro_batch", "lr", "save_every", "after_save", "log_every", "device", "wandb_project"}
-EXEMPT |= {"parallel", "zero", "shard_ranks", "ckpt", "loss_chunks", "compile"}
+EXEMPT |= {"force_resume", "spike", "timeout_min", "allow_busy", "parallel", "zero", "shard_ranks", "ckpt", "loss_chunks", "compile"}
 CHOICES = {
     "resume": ("never", "auto"), "dtype": ("auto", "float32", "bfloat16"), "device": ("auto", "cuda", "mps", "cpu"),
     "parallel": ("ddp", "fsdp"), "zero": (2, 3), "ckpt": ("none", "loop", "all"),
 }  # fmt: skip
-POSITIVE = (
+POSITIVE = [
     "batch",
     "micro_batch",
     "loss_chunks",
@@ -146,8 +152,9 @@ POSITIVE = (
     "unique_tokens",
     "val_tokens",
     "grad_clip",
-)
-NOT_NEGATIVE = ("seed", "max_steps", "warmup", "weight_decay", "min_lr", "beta1", "beta2", "adam_eps", "shard_ranks", "decay_epochs")
+    "timeout_min",
+]
+NOT_NEGATIVE = ["spike", "seed", "max_steps", "warmup", "weight_decay", "min_lr", "beta1", "beta2", "adam_eps", "shard_ranks", "decay_epochs"]
 BELOW = {"seed": 2**32, "min_lr": 1 + 1e-9, "beta1": 1, "beta2": 1}
 SAVE_SECONDS = 900  # a resume state at least this often
 PEAK_BF16 = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12}  # dense FLOP/s, NVIDIA data sheets; for MFU
@@ -197,6 +204,8 @@ def load_config(args: list[str]) -> Config:
         if not re.fullmatch(r"--\w+(=.*)?", arg, re.DOTALL):
             raise Refusal(f'"{arg}": an override is written --key=value, or --flag for True')
         key, _, value = arg[2:].partition("=")
+        if "=" not in arg and key in FIELDS and FIELDS[key].type is not bool:
+            raise Refusal(f"{arg}: wants a value, written {arg}=...")
         overrides[key] = typed(key, value if "=" in arg else "True", "command line")
     changed = [k for k, v in overrides.items() if k not in EXEMPT and v != values.get(k, FIELDS[k].default)]
     cfg = Config(**values | overrides)
@@ -205,6 +214,8 @@ def load_config(args: list[str]) -> Config:
         cfg.tag, cfg.decay_epochs = f"e{cfg.epochs:g}", values["epochs"]
     if changed and not cfg.tag:
         raise Refusal(f"--{changed[0]} changes the result, and {cfg.name} names the registered run: add --tag=x (writes {cfg.name}_x)")
+    if re.fullmatch(r"e\d.*", cfg.tag) and not cfg.continues:
+        raise Refusal(f"--tag={cfg.tag}: e and a number names a continuation (--epochs=8 alone makes it); another tag")
     check_config(cfg, args[0])
     return cfg
 
@@ -260,7 +271,10 @@ def setup_device(cfg: Config) -> torch.device:
             raise Refusal(f"rank {RANK}: no GPU for it, there are {(n := torch.cuda.device_count())}; use --nproc_per_node={n}")
         torch.cuda.set_device(device)
     if WORLD > 1 and not dist.is_initialized():
-        dist.init_process_group("nccl" if kind == "cuda" else "gloo")
+        wait = datetime.timedelta(minutes=cfg.timeout_min + 1)  # the watchdog speaks first
+        store = next(dist.rendezvous("env://"))[0]  # torchrun keeps one over its restarts: without a prefix ranks find the addresses of the dead
+        store = dist.PrefixStore("restart " + os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+        dist.init_process_group("nccl" if kind == "cuda" else "gloo", store=store, rank=RANK, world_size=WORLD, timeout=wait)
     return device
 
 
@@ -464,14 +478,35 @@ def save_weights(run: dict, kind: str, model: torch.nn.Module, cfg: Config, val:
     """Write best.pt or final.pt and enter it under run[kind]. Plain tensors and types: torch.load(weights_only=True) reads it."""
     weights = sd.get_model_state_dict(model, options=sd.StateDictOptions(full_state_dict=True, cpu_offload=True))  # fp32, plain names
     state = {"model": weights, "config": run["config"], "step": run["step"], "val_loss": val}
-    sha = guard.save_checkpoint(cfg.path("out") / cfg.name / f"{kind}.pt", state) if RANK == 0 else None
+    sha, problem = None, ""
+    for _ in range(2 if RANK == 0 else 0):
+        try:
+            sha, problem = guard.save_checkpoint(cfg.path("out") / cfg.name / f"{kind}.pt", state), ""
+            break
+        except (OSError, RuntimeError) as e:  # a full disk is either, as torch writes
+            problem = f"{kind}.pt could not be written ({str(e).splitlines()[0]})"
+    problem = gather(problem)[0]
+    if problem and not run[kind]:
+        raise Refusal(f"step {run['step']}: {problem} and none stands; make room and start again with --resume=auto")
+    if problem:  # an older best.pt stands; the audit will see that it is not the lowest val loss
+        event(run, cfg, problem)
+        return say(f"{cfg.name}  step {run['step']}: {problem}")
     run[kind] = {"step": run["step"], "val_loss": val, "sha256": sha}
 
 
 def save_last(run: dict, model: torch.nn.Module, opt: torch.optim.Optimizer, cfg: Config) -> None:
     """The resume state: tensors by rank, and the record so far, which is all that the loop needs beside them."""
     m, o = sd.get_state_dict(model, opt)
-    guard.save_last(cfg.path("out") / cfg.name, {"model": m, "optim": o}, run, RANK == 0, barrier)
+    folder, device = cfg.path("out") / cfg.name, next(model.parameters()).device
+    agree = lambda flag: reduced(float(flag), device, dist.ReduceOp.MAX) > 0
+    for _ in range(2):
+        problem = guard.save_last(folder, {"model": m, "optim": o}, run, 13 * run["params"], RANK, agree, gather)
+        if not problem:
+            break
+        event(run, cfg, f"save failed: {problem}")
+        say(f"{cfg.name}  step {run['step']}: save failed: {problem}")
+    if problem and agree(RANK == 0 and not ((folder / "last").exists() or (folder / "last.old").exists())):
+        raise Refusal(f"{folder}: no resume state could be written ({problem}) and none stands; make room and start again")
     if RANK == 0 and cfg.after_save:
         guard.after_save(cfg.after_save, cfg.name)
 
@@ -486,10 +521,15 @@ def load_last(folder: Path, model: torch.nn.Module, opt: torch.optim.Optimizer) 
     sd.set_state_dict(model, opt, model_state_dict=state["model"], optim_state_dict=state["optim"])
 
 
+def newest(folder: Path) -> Path | None:
+    """The newest whole resume state, found by the first rank for all."""
+    return gather(guard.find_last(folder) if RANK == 0 else None)[0]
+
+
 def start_or_resume(cfg: Config, fresh: dict) -> tuple[dict, Path | None]:
     """(the run's record, the state to load or None). Never overwrites a registered run; a tagged one is scratch and starts over."""
     path, out = cfg.path("results") / f"{cfg.name}.json", cfg.path("out")
-    old, last = guard.read_json(path) if path.exists() else {}, guard.find_last(out / cfg.name)
+    old, last = guard.read_json(path) if path.exists() else {}, newest(out / cfg.name)
     if cfg.resume == "never":
         if not cfg.tag and (old or last):
             raise Refusal(f"{path}: this run is {old.get('status', 'half done')}; --resume=auto goes on with it, --tag=x or --folder=x makes another")
@@ -500,7 +540,7 @@ def start_or_resume(cfg: Config, fresh: dict) -> tuple[dict, Path | None]:
         say(f"{path.relative_to(guard.HERE)}: done already{stale}")
         raise SystemExit(0)
     if last is None and cfg.continues:
-        last = guard.find_last(out / f"{cfg.arm}_s{cfg.seed}")
+        last = newest(out / f"{cfg.arm}_s{cfg.seed}")
         if last is None or guard.read_json(last / "trainer.json")["status"] != "done":
             raise Refusal(f"{out / cfg.arm}_s{cfg.seed}/last: no state of the finished run to go on from; train it first")
     if last is None:
@@ -514,26 +554,38 @@ def resumed(run: dict, old: dict, cfg: Config, fresh: dict, last: Path) -> dict:
     diffs += [("the code (sha256 of model.py, train.py, guard.py)", run["code"]["code_sha256"], fresh["code"]["code_sha256"])]
     loose = EXEMPT - {"lr"} | ({"epochs", "decay_epochs"} if cfg.continues else set())
     diffs += [(k, run["config"][k], fresh["config"][k]) for k in FIELDS if k not in loose]
-    for key, was, now in diffs:
-        if was != now:
-            raise Refusal(f"{last}: cannot resume, {key} was {was} and is {now}; put it back, or move {last.parent} away to start over")
+    diffs = [f"{key} was {was} and is {now}" for key, was, now in diffs if was != now]
+    if diffs and not cfg.force_resume:
+        raise Refusal(f"{last}: cannot resume, {'; '.join(diffs)}; put it back, move {last.parent} away to start over, or --force_resume (recorded)")
+    changes = [f"forced: {d}" for d in diffs]
+    changes += [f"torch {run['versions']['torch']} -> {v}" for v in [fresh["versions"]["torch"]] if v != run["versions"]["torch"]]
+    changes += [f"{n} -> {m}" for n, m in [(run["devices"][0]["name"], fresh["devices"][0]["name"])] if n != m]
     now = {
-        k: fresh[k] for k in ("config", "name", "tag", "steps", "devices", "world_size", "parallel", "micro_batch", "accum", "attention", "code", "versions")
+        k: fresh[k]
+        for k in ("config", "name", "tag", "steps", "devices", "world_size", "parallel", "micro_batch", "accum", "ckpt", "attention", "code", "versions")
     }
     if run["name"] != cfg.name:  # a continuation has its own best and final
         now |= {"best": None, "final": None, "final_val": None}
-    return run | now | {"events": old.get("events", run["events"])}
+    if old.get("status") == "running":
+        changes.append(f"found dead at step {old['step']} or later")
+    run |= now | {"events": old.get("events", run["events"])}
+    for change in changes:
+        event(run, cfg, change)
+    return run
 
 
 # ---- eval -------------------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
-def evaluate(model: torch.nn.Module, val: np.ndarray, cfg: Config, device: torch.device, dtype: torch.dtype) -> float:
-    """Mean loss in nats a token over every full window of val, split over the ranks, summed in fp64."""
+def evaluate(model: torch.nn.Module, val: np.ndarray, cfg: Config, device: torch.device, dtype: torch.dtype, beat=lambda: 0) -> float:
+    """Mean loss in nats a token over every full window of val, split over the ranks, summed in fp64. beat() is called now and then;
+    its first answer that is not 0 (a signal, the same on every rank) ends the eval with NaN."""
     n, (micro, _) = n_windows(len(val), cfg.window), split_batch(cfg)
     mine, total = np.arange(n)[RANK::WORLD], 0.0
     for i in range(0, math.ceil(n / WORLD), micro):  # as many forwards of one shape on every rank: FSDP gathers in each, compile knows no other
+        if i // micro % 16 == 0 and beat():
+            return math.nan
         ids = mine[i : i + micro]
         x, y = fetch(val, np.pad(ids, (0, micro - len(ids))), cfg.window, device)
         with autocast(device, dtype):
@@ -543,10 +595,26 @@ def evaluate(model: torch.nn.Module, val: np.ndarray, cfg: Config, device: torch
     return reduced(total, device) / (n * cfg.window)
 
 
+@torch.no_grad()
+def stream_rms(model: torch.nn.Module, val: np.ndarray, cfg: Config, device: torch.device, dtype: torch.dtype) -> list[float]:
+    """Root mean square of the residual stream after the embedding and after each block (in stack order after each of its turns), on the
+    first windows of val, by hooks for one forward."""
+    inner, seen = model.module if isinstance(model, DistributedDataParallel) else model, []
+    note = lambda module, args, out: seen.append(out.float().square().mean().sqrt().item())
+    hooks = [m.register_forward_hook(note) for m in (inner.embed, *inner.blocks)]
+    n, micro = n_windows(len(val), cfg.window), split_batch(cfg)[0]
+    with autocast(device, dtype):
+        model(*fetch(val, np.arange(micro) % n, cfg.window, device), "none")
+    for hook in hooks:
+        hook.remove()
+    reshard(model)
+    return seen
+
+
 # ---- record -----------------------------------------------------------------------------------------------------------
 
 
-NOTHING_YET = {"loss_sum": 0.0, "gnorm": None, "steps": 0, "sec": 0.0}  # since the last row of the curve
+NOTHING_YET = {"loss_sum": 0.0, "gnorm": None, "clipped": 0, "steps": 0, "sec": 0.0}  # since the last row of the curve
 
 
 def new_record(cfg: Config, model: Transformer, manifest: dict, bars_sha256: str, device: torch.device, dtype: torch.dtype) -> dict:
@@ -572,27 +640,31 @@ def write_record(run: dict, cfg: Config) -> None:
         guard.write_json(cfg.path("results") / f"{cfg.name}.json", run)
 
 
-def event(run: dict, what: str) -> None:
-    run["events"].append({"time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "event": what, "step": run["step"]})
+def event(run: dict, cfg: Config, what: str, rank: int = 0) -> None:
+    """Note an event in the record and, for a recorded run, in results/LEDGER.md; on one rank only."""
+    now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    run["events"].append({"time": now, "event": what, "step": run["step"]})
+    if RANK == rank and not cfg.tag and cfg.folder in ("", cfg.rung):
+        guard.ledger(f"| {now} | {cfg.rung} {cfg.name} | {what} | {run['step']} |")
 
 
-def record_failure(run: dict, cfg: Config, error: BaseException) -> None:
-    """Status and traceback into the results file, by whichever rank failed first and without collectives, which could hang."""
+def record_failure(run: dict, cfg: Config, error: BaseException | str) -> None:
+    """Status and traceback (or the stack of a hang) into the results file, by whichever rank failed first and without collectives, which could hang."""
     path = cfg.path("results") / f"{cfg.name}.json"
     if path.exists() and guard.read_json(path)["status"] == "failed":
         return
-    event(run, f"failed on rank {RANK}")
-    text = str(error) if isinstance(error, Refusal) else traceback.format_exc()
+    text = error if isinstance(error, str) else str(error) if isinstance(error, Refusal) else "".join(traceback.format_exception(error))
+    event(run, cfg, f"failed on rank {RANK}: {text.strip().splitlines()[-1][:200]}", RANK)
     guard.write_json(path, {**run, "status": "failed", "traceback": f"rank {RANK}, step {run['step']}: {text}"})
 
 
-def add_row(run: dict, cfg: Config, val: float, peak: float | None, ranks: list[dict]) -> dict:
+def add_row(run: dict, cfg: Config, val: float, rms: list[float], peak: float | None, ranks: list[dict]) -> dict:
     """One row of the curve, at run["step"] updates done. train_loss is the mean over the steps since the row before (null at 0)."""
     since, step = run["since_row"], run["step"]
     rate = since["steps"] * cfg.batch * cfg.window / since["sec"] if since["sec"] else None
     row = {
         "step": step, "tokens": step * cfg.batch * cfg.window, "train_loss": since["loss_sum"] / since["steps"] if since["steps"] else None,
-        "val_loss": val, "gnorm": since["gnorm"], "sec": run["sec"]["train"], "epoch": step * cfg.batch / run["data"]["windows"],
+        "val_loss": val, "gnorm": since["gnorm"], "clipped": since["clipped"] / since["steps"] if since["steps"] else None, "rms": rms, "sec": run["sec"]["train"], "epoch": step * cfg.batch / run["data"]["windows"],
         "lr": lr_at(cfg, max(0, step - 1)), "tokens_per_sec": rate, "mfu": rate * run["flops_per_token"] / peak if rate and peak else None,
         "eval_sec": run["sec"]["eval"], "save_sec": run["sec"]["save"], "ranks": ranks,
     }  # fmt: skip
@@ -636,8 +708,8 @@ def train_step(model, opt, train, cfg: Config, step: int, accum: int, device, dt
     gnorm = torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.grad_clip)
     gnorm = (gnorm.full_tensor() if isinstance(gnorm, DTensor) else gnorm).item()
     loss = reduced(loss.item(), device) / WORLD
-    if not (math.isfinite(loss) and math.isfinite(gnorm)):
-        raise Refusal(f"step {step}: loss {loss}, gradient norm {gnorm} (windows {windows[:8].tolist()}...): stopped before the update")
+    if not (math.isfinite(loss) and math.isfinite(gnorm) and gnorm > 0):
+        raise Refusal(f"step {step}: loss {loss}, gradient norm {gnorm}: stopped before the update, the last saved state stands; windows {windows.tolist()}")
     if step == 0 and not math.log(cfg.vocab_size) - 0.2 <= loss <= math.log(cfg.vocab_size) + 1.0:
         raise Refusal(f"first loss {loss:.4f} is outside [ln V - 0.2, ln V + 1.0] = {math.log(cfg.vocab_size):.4f} -0.2 +1.0: init or data is wrong")
     opt.step()
@@ -657,11 +729,16 @@ def progress(run: dict, cfg: Config, loss: float, gnorm: float, recent: list[flo
     )
 
 
-def eval_and_record(run, model, val, cfg, device, dtype, peak, step_times, log) -> None:
+def eval_and_record(run, model, val, cfg, device, dtype, peak, step_times, log, beat) -> None:
     """A row of the curve, and best.pt where it is the lowest val loss so far."""
     with timed(run, "eval"):
-        loss = evaluate(model, val, cfg, device, dtype)
-    row = add_row(run, cfg, loss, peak, gather(guard.rank_stats(step_times, device)))
+        loss = evaluate(model, val, cfg, device, dtype, beat)
+        if math.isnan(loss) and beat():  # a signal: this eval is made again after the resume
+            return
+        rms = stream_rms(model, val, cfg, device, dtype)
+    if not math.isfinite(loss):
+        raise Refusal(f"step {run['step']}: val loss {loss}: stopped, the last saved state stands")
+    row = add_row(run, cfg, loss, rms, peak, gather(guard.rank_stats(step_times, device)))
     step_times.clear()
     best = run["best"] is None or loss < run["best"]["val_loss"]
     if best:
@@ -672,15 +749,26 @@ def eval_and_record(run, model, val, cfg, device, dtype, peak, step_times, log) 
     log(row)
 
 
-def train_loop(run, model, opt, train, val, cfg, device, dtype, log) -> int:
+def train_loop(run, model, opt, train, val, cfg, device, dtype, log, stop) -> int:
     """From run["step"] to the end; returns 0, or the signal that stopped it. All that a resume needs is in run, model and opt."""
     end = min(cfg.max_steps or run["steps"], run["steps"])
     peak = next((v * WORLD for k, v in PEAK_BF16.items() if k in run["devices"][0]["name"]), None)
-    stop, saved, step_times, since = guard.StopFlag(), time.perf_counter(), [], run["since_row"]
+    saved, step_times, since = time.perf_counter(), [], run["since_row"]
+    watchdog = guard.Watchdog(cfg.timeout_min, lambda stack: record_failure(run, cfg, f"nothing moved for {cfg.timeout_min:g} minutes, in\n{stack}"))
+
+    def beat() -> int:
+        """Tell the watchdog that the loop moves; the signal that any rank has been sent, or 0: one of them may have been told alone."""
+        watchdog.beat()
+        return int(reduced(stop.signal, device, dist.ReduceOp.MAX))
+
     while True:
         step = run["step"]
         if (step % cfg.eval_every == 0 or step == end) and not (run["curve"] and run["curve"][-1]["step"] == step):
-            eval_and_record(run, model, val, cfg, device, dtype, peak, step_times, log)
+            eval_and_record(run, model, val, cfg, device, dtype, peak, step_times, log, beat)
+        if signalled := beat():
+            with timed(run, "save"):
+                save_last(run, model, opt, cfg)
+            return signalled
         if step == end:
             return 0
         start = time.perf_counter()
@@ -688,24 +776,25 @@ def train_loop(run, model, opt, train, val, cfg, device, dtype, log) -> int:
             loss, gnorm = train_step(model, opt, train, cfg, step, run["accum"], device, dtype)
         step_times.append(time.perf_counter() - start)
         run["step"] = step + 1
-        since |= {"loss_sum": since["loss_sum"] + loss, "gnorm": gnorm, "steps": since["steps"] + 1, "sec": since["sec"] + step_times[-1]}
+        if cfg.spike and since["steps"] >= 10 and loss - since["loss_sum"] / since["steps"] > cfg.spike:
+            event(run, cfg, f"spike: loss {loss:.4f}, {since['loss_sum'] / since['steps']:.4f} in the mean before")
+        since |= {"loss_sum": since["loss_sum"] + loss, "gnorm": gnorm, "clipped": since["clipped"] + (gnorm > cfg.grad_clip)}
+        since |= {"steps": since["steps"] + 1, "sec": since["sec"] + step_times[-1]}
         if run["step"] % cfg.log_every == 0:
             say(progress(run, cfg, loss, gnorm, step_times[-cfg.log_every :], peak, end))
-        signalled = int(reduced(stop.signal, device, dist.ReduceOp.MAX))  # the ranks agree: one of them may have been told alone
         due = reduced(time.perf_counter() - saved, device, dist.ReduceOp.MAX) > SAVE_SECONDS
-        if signalled or due or run["step"] % cfg.save_every == 0:
+        if due or run["step"] % cfg.save_every == 0:
             with timed(run, "save"):
                 save_last(run, model, opt, cfg)
             saved = time.perf_counter()
-        if signalled:
-            return signalled
+            watchdog.beat()
 
 
 def finish(run, model, opt, cfg) -> None:
     """final.pt, the last resume state (a continuation starts from it), status done."""
     run["final_val"] = run["curve"][-1]["val_loss"]
     run["status"] = "done"
-    event(run, "done")
+    event(run, cfg, "done")
     with timed(run, "save"):
         save_weights(run, "final", model, cfg, run["final_val"])
         save_last(run, model, opt, cfg)
@@ -719,13 +808,16 @@ def finish(run, model, opt, cfg) -> None:
 def main(args: list[str]) -> None:
     cfg = load_config(args)
     bars_sha256 = check_registered(cfg)
-    device = setup_device(cfg)
-    held = guard.lock(cfg.path("out") / cfg.name) if RANK == 0 else None  # noqa: F841, released when this process ends
+    if not cfg.allow_busy and cfg.device in ("auto", "cuda") and (busy := guard.busy_gpu(LOCAL_RANK)):
+        raise Refusal(f"GPU {LOCAL_RANK} is not free: {busy}; end it by pid, or --allow_busy")
+    device, stop = setup_device(cfg), guard.StopFlag()
     manifest, train, val = load_data(cfg)
     model = build_model(cfg, device)
+    held = guard.lock(cfg.path("out") / cfg.name) if RANK == 0 else None  # noqa: F841, released when this process ends
     dtype = compute_dtype(cfg, device)
     run, last = start_or_resume(cfg, new_record(cfg, model, manifest, bars_sha256, device, dtype))
     guard.check_devices(run["devices"])
+    guard.check_disk(cfg.path("out"), 0 if last else 32 * run["params"])
     opt = build_optimizer(cfg, model)
     if WORLD > 1 and cfg.parallel == "ddp":
         model = DistributedDataParallel(
@@ -738,25 +830,39 @@ def main(args: list[str]) -> None:
         load_last(last, model, opt)
     log = start_wandb(cfg, run)
     run["status"] = "running"
-    event(run, "resumed" if last else "started")
-    where = f"{run['accum']} x {run['micro_batch']} windows on each of {WORLD} {device.type}, {run['dtype']}"
-    say(f"{cfg.name}  {run['events'][-1]['event']} at step {run['step']} of {run['steps']}: {run['params']:,} parameters, {where}")
+    where = f"{run['accum']} x {run['micro_batch']} windows on each of {WORLD} {run['devices'][0]['name']}, {run['parallel']}, {run['dtype']}, ckpt {cfg.ckpt}"
+    event(run, cfg, f"{'resumed' if last else 'started'}: {where}")
+    say(f"{cfg.name}  {'resumed' if last else 'started'} at step {run['step']} of {run['steps']}: {run['params']:,} parameters, {where}")
     write_record(run, cfg)
     try:
-        stopped = train_loop(run, model, opt, train, val, cfg, device, dtype, log)
+        stopped = train_loop(run, model, opt, train, val, cfg, device, dtype, log, stop)
         if stopped:
             run["status"] = "preempted"
-            event(run, f"preempted by signal {stopped}")
+            event(run, cfg, f"preempted by signal {stopped}")
             write_record(run, cfg)
             say(f"{cfg.name}  stopped by signal {stopped} at step {run['step']}, state saved; the same command with --resume=auto goes on")
         else:
             finish(run, model, opt, cfg)
     except BaseException as e:
         record_failure(run, cfg, e)
+        if WORLD > 1:
+            print(e if isinstance(e, Refusal) else "".join(traceback.format_exception(e)), file=sys.stderr)
+            leave(1, clean=False)
         raise
-    if WORLD > 1:
+    leave(128 + stopped if stopped else 0)
+
+
+def leave(code: int, clean: bool = True) -> None:
+    """End this rank; among several without the interpreter's own clean-up, in which DDP's reducer can wait for a gloo thread that waits for the GIL."""
+    if WORLD == 1:
+        sys.exit(code)
+    if "wandb" in sys.modules:
+        sys.modules["wandb"].finish()
+    if clean:
         dist.destroy_process_group()
-    sys.exit(128 + stopped if stopped else 0)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ import guard
 from guard import Refusal
 
 COLOURS = {"V": "#0072B2", "L": "#D55E00", "VE": "#009E73", "L1": "#CC79A7", "L3": "#E69F00", "L05": "#56B4E9"}  # Okabe and Ito, colour-blind safe
-NOISE_SD = 0.003  # assumed sd of the paired val gap between seeds, nats (SPEC of the experiment)
+NOISE_SD = 0.003  # assumed sd of the paired val gap between seeds, nats
 CONFIRMED, KILLED, INCOMPLETE, INVALID = "CONFIRMED", "KILLED", "INCOMPLETE", "INVALID"
 
 # ---- reading ----------------------------------------------------------------------------------------------------------
@@ -58,6 +58,8 @@ def missing(data: dict) -> list[str]:
     bars, folder = data["bars"], data["folder"]
     extra = "" if folder == bars["rung"] else f" --folder={folder}"
     out = []
+    if "lr_grid" in bars and not data["probe"]:
+        out.append(f"bash run.sh probe {bars['rung']}")
     for seed in bars["seeds"]:
         for arm in bars["compare"]:
             if data["runs"].get((arm, seed), {}).get("status") != "done":
@@ -73,7 +75,10 @@ def missing(data: dict) -> list[str]:
 
 def rule(out: list, name: str, values: dict) -> None:
     """All values of a dict {where: value} must be equal; appends (name, pass | fail | n/a, what was seen)."""
-    seen = {f"{v:.9g}" if isinstance(v, float) else str(v): where for where, v in values.items()}
+    seen: dict[str, str] = {}
+    for where, v in values.items():
+        text = f"{v:.9g}" if isinstance(v, float) else str(v)
+        seen[text] = f"{seen[text]}, {where}" if text in seen else where
     if not seen or all(v is None for v in values.values()):
         out.append((name, "n/a", "nothing to compare" if not seen else "not recorded on this kind of device"))
     else:
@@ -88,7 +93,7 @@ def audit(data: dict) -> list[tuple[str, str, str]]:
     rule(out, "bars file as at each run's start", {"now": data["bars_sha256"], **{n: r["bars_sha256"] for n, r in runs.items()}})
     rule(out, "code identity equal", {n: r["code"]["code_sha256"] for n, r in runs.items()})
     for key in bars["config"]:
-        want = {"bars": bars["config"][key]} if key != "lr" else {}
+        want = {} if key == "lr" and "lr_grid" in bars else {"bars": bars["config"][key]}
         rule(out, f"config {key}", want | {n: r["config"].get(key, "not recorded") for n, r in runs.items()})
     rule(out, "lr as the probe found it", {"probe": data["probe"]["lr"], **{n: r["config"]["lr"] for n, r in runs.items()}} if data["probe"] else {})
     for arm in bars["compare"]:
@@ -108,7 +113,16 @@ def audit(data: dict) -> list[tuple[str, str, str]]:
     if flops:
         equal = max(flops) <= 1.01 * min(flops)
         out.append(("FLOPs a token within 1%", "pass" if equal else "fail", f"{min(flops):.4g} to {max(flops):.4g}"))
+    rule(out, "activation checkpoints", {n: r.get("ckpt", "not recorded") for n, r in runs.items()})
+    rule(out, "parallel mode", {n: r["parallel"] for n, r in runs.items()})
     for name, r in runs.items():
+        held, shards = [d["params_held"] for d in r["devices"]], r["config"].get("shard_ranks") or r["world_size"]
+        even = (
+            abs(sum(held) * shards / r["world_size"] / r["params"] - 1) < 0.01 and min(held) > 0.9 * max(held)
+            if r["parallel"] == "fsdp"
+            else set(held) == {r["params"]}
+        )
+        out.append((f"{name}: each rank's share of the parameters", "pass" if even else "fail", f"{min(held):,} to {max(held):,} of {r['params']:,}"))
         ids = [d["uuid"] for d in r["devices"]]
         rule(out, f"{name}: a device a rank", {"ranks": r["world_size"], "devices": len(set(ids))} if None not in ids else {"devices": None})
     return out + audit_evals(data, runs)
@@ -224,8 +238,9 @@ def print_verdict(verdict: dict, data: dict, verbose: bool = False) -> None:
         print_table(verdict, bars)
     print(f"\n{verdict['word']}: {verdict['why']}\n(rung {bars['rung']}, role {bars['role']}: {bars['role_text']})")
     if gate := bars.get("gate"):
-        word = decide(load_rung(gate, gate))["word"]
-        print(f"gate {gate}: {word}" + ("" if word == CONFIRMED else "; a run of this rung bypassed it (--anyway)" if data["runs"] else ""))
+        bypass = guard.HERE / "results" / data["folder"] / "gate_bypassed.json"
+        said = f"; it was bypassed (--anyway) when it was {guard.read_json(bypass)['word']}" if bypass.exists() else ""
+        print(f"gate {gate}: {decide(load_rung(gate, gate))['word']}{said}")
     if verdict["word"] == INCOMPLETE:
         print("missing; these commands supply it:\n  " + "\n  ".join(verdict["missing"]))
 
@@ -233,6 +248,8 @@ def print_verdict(verdict: dict, data: dict, verbose: bool = False) -> None:
 def print_beside(mine: dict, data: dict) -> None:
     """A replication beside the record: the same table from other hands."""
     record_data = load_rung(data["bars"]["rung"], data["bars"]["rung"])
+    if not data["runs"]:
+        return
     if not record_data["runs"]:
         print("\nno record of this rung to compare with")
         return
@@ -318,19 +335,19 @@ def published(folder: Path) -> None:
 def pick_lr(rung: str, folder: str) -> None:
     """The LR with the lowest final val loss among the rung's finished probes of V; says so when it is an edge of the grid."""
     paths = sorted((guard.HERE / "results" / folder).glob("V_s0_lr*.json"))
-    runs = [r for r in map(read_run, paths) if r["status"] == "done"]
-    if len(runs) < 3:
+    runs = [r for r in map(read_run, paths) if r["status"] == "done" or "loss nan" in (r["traceback"] or "") or "loss inf" in (r["traceback"] or "")]
+    if len({r["config"]["lr"] for r in runs}) < 3:
         raise Refusal(f"{len(runs)} finished probes in results/{folder}: at least 3 are needed (bash run.sh probe {rung})")
     for what in ("length", "warmup", "batch", "unique_tokens"):
         if len({r["config"][what] for r in runs}) > 1:
             raise Refusal(f"the probes in results/{folder} differ in {what}: not comparable; remove the odd one")
-    found = {r["config"]["lr"]: r["final_val"] for r in runs}
-    best = min(found, key=found.get)
+    found = {r["config"]["lr"]: r["final_val"] for r in runs}  # None: it diverged
+    best = min((lr for lr in found if found[lr] is not None), key=found.get)
     edge = best in (min(found), max(found))
     guard.write_json(
         guard.HERE / "results" / folder / "lr_probe.json", {"rung": rung, "lr": best, "edge": edge, "final_val": found, "length": runs[0]["config"]["length"]}
     )
-    print("  ".join(f"lr {lr:g}: {loss:.4f}{' <' if lr == best else ''}" for lr, loss in sorted(found.items())))
+    print("  ".join(f"lr {lr:g}: {'diverged' if loss is None else f'{loss:.4f}'}{' <' if lr == best else ''}" for lr, loss in sorted(found.items())))
     if edge:
         print(f"lr {best:g} is an edge of the grid: extend it (bash run.sh probe {rung} --grid=...) before the runs, or say so in the paper")
 

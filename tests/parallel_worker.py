@@ -100,5 +100,4 @@ if __name__ == "__main__":
         out[name] = run(case)
     if train.RANK == 0:
         torch.save(out, sys.argv[2])
-    if train.WORLD > 1:
-        dist.destroy_process_group()
+    train.leave(0)

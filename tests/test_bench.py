@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from conftest import Project
+from project import Project
 
 from guard import read_json
 
@@ -38,7 +38,7 @@ def test_node_under_fsdp_accumulated(p):
 
 def test_gpucheck(p):
     p.ok("bench.py", "gpucheck", "--tiny", timeout=300, env=CPU)
-    r = read_json(p.path / "results/gpucheck.json")
+    r = read_json(p.path / "results/gpucheck_tiny.json")
     assert [(c["arm"], c["ckpt"]) for c in r["cases"]] == [("V", "all"), ("L", "all"), ("V", "none"), ("L", "none")]
     for c in r["cases"]:
         assert c["status"] == "ok" and c["tokens_per_sec"] > 0 and c["mfu"] is None and c["peak_gib"] is None

@@ -12,7 +12,7 @@ from pydoc_data.topics import topics
 
 import numpy as np
 import pytest
-from conftest import ROOT, Project
+from project import ROOT, Project
 
 import guard
 from guard import Refusal

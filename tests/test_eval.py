@@ -21,7 +21,7 @@ def trained(tmp_path_factory, tiny_data):
     """A project with a trained tiny L, scored by the real eval.py."""
     import shutil
 
-    from conftest import Project
+    from project import Project
 
     p = Project(tmp_path_factory.mktemp("trained"))
     shutil.copytree(tiny_data, p.path / "data" / "tiny")

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT
+from project import ROOT
 
 import guard
 import verdict
@@ -21,7 +21,7 @@ def run_of(bars: dict, arm: str, seed: int, best: float) -> dict:
         "arm": arm, "seed": seed, "name": f"{arm}_s{seed}", "tag": "", "status": "done", "params": bars["arms"][arm]["expect_params"], "steps": 311, "step": 311,
         "config": {**bars["config"], **bars["arms"][arm], "arm": arm, "seed": seed}, "curve": curve, "final_val": best + 0.111,
         "bars_sha256": "B", "code": {"code_sha256": "C"}, "data": {"train_sha256": "T", "val_sha256": "W", "unique_tokens": 32_000}, "order_sha256": f"O{seed}",
-        "dtype": "float32", "flops_per_token": 2.2e6, "world_size": 2, "devices": [{"uuid": "a"}, {"uuid": "b"}],
+        "dtype": "float32", "ckpt": "none", "parallel": "ddp", "flops_per_token": 2.2e6, "world_size": 2, "devices": [{"uuid": u, "params_held": bars["arms"][arm]["expect_params"]} for u in "ab"],
         "best": {"sha256": f"{arm}{seed}best"}, "final": {"sha256": f"{arm}{seed}final"}, "versions": {"torch": "2"},
     }  # fmt: skip
 
@@ -91,6 +91,24 @@ def test_missing_eval_or_unfinished_run_is_incomplete():
     assert verdict.decide(data)["word"] == "INCOMPLETE"
 
 
+def test_a_rung_with_a_grid_needs_its_probe():
+    data = record()
+    data["bars"]["lr_grid"] = [1e-3, 2e-3, 4e-3]
+    got = verdict.decide(data)
+    assert (got["word"], got["missing"]) == ("INCOMPLETE", ["bash run.sh probe nano"])
+    for lr, word in ((2e-3, "CONFIRMED"), (1e-3, "INVALID")):
+        assert verdict.decide(data | {"probe": {"lr": lr}})["word"] == word
+
+
+def test_sharded_runs_hold_their_share():
+    for held, word in (([100, 100], "INVALID"), (None, "CONFIRMED")):
+        data = record()
+        for r in data["runs"].values():
+            half = r["params"] // 2
+            r.update(parallel="fsdp", devices=[{"uuid": u, "params_held": h} for u, h in zip("ab", held or [half, r["params"] - half])])
+        assert verdict.decide(data)["word"] == word
+
+
 def test_a_rung_without_suite_needs_no_evals():
     data = record(((-0.03, 0.0), (-0.03, 0.0)))
     data["bars"]["tasks"], data["evals"] = {}, {}
@@ -126,7 +144,10 @@ BREAK = {
     "all steps done": lambda d: d["runs"]["V", 1].update(step=300),
     "compute dtype": lambda d: d["runs"]["V", 1].update(dtype="bfloat16"),
     "FLOPs": lambda d: [d["runs"]["L", s].update(flops_per_token=2.3e6) for s in (0, 1)],
-    "a device a rank": lambda d: d["runs"]["V", 1].update(devices=[{"uuid": "a"}, {"uuid": "a"}]),
+    "a device a rank": lambda d: d["runs"]["V", 1]["devices"][1].update(uuid="a"),
+    "share of the parameters": lambda d: d["runs"]["V", 1]["devices"][1].update(params_held=0),
+    "activation checkpoints": lambda d: d["runs"]["V", 1].update(ckpt="all"),
+    "parallel mode": lambda d: [d["runs"]["V", 1].update(parallel="single")],
     "the very checkpoint": lambda d: d["evals"]["L", 0, "best"].update(checkpoint_sha256="other"),
     "registered tasks": lambda d: d["evals"]["L", 0, "best"]["tasks"].pop("cloze"),
     "full sets": lambda d: d["evals"]["L", 0, "best"].update(limit=50),
@@ -151,7 +172,7 @@ def test_each_rule_bites(rule):
 def test_cpu_devices_are_not_claimed():
     data = record()
     for r in data["runs"].values():
-        r["devices"] = [{"uuid": None}]
+        r.update(devices=[{"uuid": None, "params_held": r["params"]}], world_size=1)
     got = verdict.decide(data)
     assert {status for name, status, _ in got["audit"] if "device a rank" in name} == {"n/a"}
     assert got["word"] == "CONFIRMED"

@@ -290,7 +290,7 @@ def draw_curves(data: dict, path: Path) -> None:
             lw=1.6,
             label=f"{arm} seed {seed}: best {low['val_loss']:.3f}",
         )
-        ax.plot(low["tokens"], low["val_loss"], "o", color=COLOURS[arm], ms=6, mec="white")
+        ax.plot(low["tokens"], low["val_loss"], "o" if seed == 0 else "D", color=COLOURS[arm], ms=6, mec="white")
     run = next(iter(shown.values()))
     lows, ends = [best_row(r)["val_loss"] for r in shown.values()], [r["curve"][-1]["val_loss"] for r in shown.values()]
     ax.set_ylim(min(lows) - 0.1, max(max(ends), min(lows) + 0.5) + 0.3)
@@ -300,7 +300,7 @@ def draw_curves(data: dict, path: Path) -> None:
     ax.set(
         xlabel="training tokens",
         ylabel="val loss, nats a token",
-        title=f"{data['folder']}: vanilla (V) against looped (L), equal FLOPs; dots mark minima",
+        title=f"{data['folder']}: vanilla (V) against looped (L), equal FLOPs; marks at the minima",
     )
     ax.grid(alpha=0.3)
     ax.legend(frameon=False)

@@ -16,11 +16,10 @@ WHAT, STEP, FETCH, SAVE = os.environ.get("DRILL", ""), train.train_step, train.f
 def step(model, opt, data, cfg, number, *rest):
     if WHAT == "slow step":
         time.sleep(0.2)
-    if train.RANK == 1 and number == 3:
-        if WHAT == "oom":
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB (a drill)")
-        if WHAT == "hang":
-            time.sleep(1000)
+    if train.RANK == 1 and number == 1 and WHAT == "oom":
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB (a drill)")
+    if train.RANK == 1 and number == 3 and WHAT == "hang":
+        time.sleep(1000)
     if train.RANK == train.WORLD - 1 and number == 3 and WHAT == "nan":
         with torch.no_grad():
             list(model.parameters())[-1][0, 0] = float("nan")  # in the head: every logit

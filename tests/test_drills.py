@@ -138,7 +138,7 @@ def test_out_of_memory_on_one_rank(p, truth):
     assert run.returncode != 0
     failed = record(p)
     assert failed["status"] == "failed"
-    assert failed["traceback"].startswith("rank 1, step 3: ")
+    assert failed["traceback"].startswith("rank 1, step 1: ")
     assert "OutOfMemoryError" in failed["traceback"], out
     goes_on(p, truth, 2)
 
@@ -250,6 +250,37 @@ def test_changed_bin_or_code_between_start_and_resume(p, truth):
     forced = p.ok("train.py", *p.tiny("L", *STEPS, "--warmup=31", "--force_resume"))
     assert "resumed" in forced
     assert any(e["event"] == "forced: warmup was 30 and is 31" for e in record(p)["events"])
+
+
+def test_leftovers_are_named(p):
+    """What run.sh asks after each run and before the next."""
+    run = p.start(*p.tiny("L", "--epochs=500", "--log_every=1"))
+    wait_for(run, "gnorm")
+    assert f"pid {run.pid}: " in p.refused("guard.py", "leftovers")
+    assert f"left over: pid {run.pid}" in (p.path / "results/LEDGER.md").read_text()
+    run.kill()
+    run.wait()
+    p.ok("guard.py", "leftovers")
+
+
+def test_a_busy_gpu_is_named_and_refused(p):
+    """With a stand-in nvidia-smi: processes by pid, memory and command, or memory alone where a container hides them."""
+    tool = p.path / "bin" / "nvidia-smi"
+    tool.parent.mkdir()
+    path = {"PATH": f"{tool.parent}:{os.environ['PATH']}"}
+    for apps, used, words in (
+        ("4242, 70123, python train.py", "70200", "pid 4242, 70123 MiB, python train.py"),
+        ("", "70200", "70200 MiB in use"),
+        ("", "3", ""),
+    ):
+        tool.write_text(f'#!/bin/sh\ncase "$*" in *compute-apps*) echo "{apps}";; *memory.used*) echo "{used}";; esac\n')
+        tool.chmod(0o755)
+        args = p.tiny("L", "--max_steps=1")
+        if words:
+            assert words in p.refused("train.py", *args, env=path)
+            p.ok("train.py", *args, "--allow_busy", env=path)
+        else:
+            p.ok("train.py", *args, env=path)
 
 
 def test_ledger_has_a_line_for_each_event_of_a_recorded_run(p):

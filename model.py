@@ -38,21 +38,59 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     return (x.float() * cos + torch.cat((-b, a), dim=-1) * sin).type_as(x)
 
 
-class Attention(nn.Module):
-    """Causal self-attention, n_head heads of n_embd / n_head."""
+class Cache:
+    """Keys and values of the tokens that some rows have read, so that what follows is read alone. Evaluation only.
 
-    def __init__(self, n_embd: int, n_head: int):
+    Kept by (block, loop): the applications of a looped block see different activations, so each has its own. lengths (B,) int64: how
+    many tokens of each row count; what stands beyond them is padding.
+    """
+
+    def __init__(self, lengths: torch.Tensor):
+        self.lengths, self.kv, self.rows, self.mask = lengths, {}, None, None
+
+    def fork(self, rows: torch.Tensor) -> "Cache":
+        """The cache that continuations of these rows (B',) read, any row any number of times. It takes up nothing new itself."""
+        other = Cache(self.lengths[rows])
+        other.kv, other.rows = self.kv, rows
+        return other
+
+    def positions(self, T: int) -> torch.Tensor:
+        """Positions (B, T) of T new tokens a row; sets the mask (B, 1, T, old + T) of what they see: their row's old tokens, themselves, those before."""
+        new, device = torch.arange(T, device=self.lengths.device), self.lengths.device
+        if self.kv:
+            old = next(iter(self.kv.values()))[0].shape[2]
+            past = (torch.arange(old, device=device) < self.lengths[:, None])[:, None, None].expand(-1, 1, T, -1)
+            self.mask = torch.cat((past, (new <= new[:, None]).expand(len(past), 1, T, T)), dim=3)
+            return self.lengths[:, None] + new
+        return new.expand(len(self.lengths), T)
+
+    def join(self, key: tuple, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """k and v (B, heads, T, head_dim) of the new tokens behind the old ones of their rows."""
+        if key in self.kv:
+            k, v = (torch.cat((old if self.rows is None else old[self.rows], new), dim=2) for old, new in zip(self.kv[key], (k, v)))
+        if self.rows is None:
+            self.kv[key] = k, v
+        return k, v
+
+
+class Attention(nn.Module):
+    """Causal self-attention, n_head heads of n_embd / n_head; each n_head / n_kv_head of them share keys and values (arXiv 2305.13245)."""
+
+    def __init__(self, n_embd: int, n_head: int, n_kv_head: int):
         super().__init__()
-        self.n_head = n_head
+        self.n_head, self.n_kv_head = n_head, n_kv_head
         self.q = nn.Linear(n_embd, n_embd, bias=False)
-        self.k = nn.Linear(n_embd, n_embd, bias=False)
-        self.v = nn.Linear(n_embd, n_embd, bias=False)
+        self.k = nn.Linear(n_embd, n_embd // n_head * n_kv_head, bias=False)
+        self.v = nn.Linear(n_embd, n_embd // n_head * n_kv_head, bias=False)
         self.o = nn.Linear(n_embd, n_embd, bias=False)
 
-    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, cache: Cache | None = None, key: tuple = ()) -> torch.Tensor:
         B, T, D = x.shape
-        q, k, v = (f(x).view(B, T, self.n_head, D // self.n_head).transpose(1, 2) for f in (self.q, self.k, self.v))
-        y = F.scaled_dot_product_attention(rotate(q, cos, sin), rotate(k, cos, sin), v, is_causal=True)
+        q, k, v = (f(x).view(B, T, -1, D // self.n_head).transpose(1, 2) for f in (self.q, self.k, self.v))
+        q, k, mask = rotate(q, cos, sin), rotate(k, cos, sin), None
+        if cache is not None:
+            (k, v), mask = cache.join(key, k, v), cache.mask
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=self.n_kv_head < self.n_head)
         return self.o(y.transpose(1, 2).reshape(B, T, D))
 
 
@@ -78,17 +116,19 @@ class Block(nn.Module):
         self.n_loop = c.n_loop if c.loop_order == "layer" else 1
         self.ckpt = c.ckpt
         self.norm1 = nn.RMSNorm(c.n_embd, eps=c.norm_eps)
-        self.attn = Attention(c.n_embd, c.n_head)
+        self.attn = Attention(c.n_embd, c.n_head, c.n_kv_head or c.n_head)
         self.norm2 = nn.RMSNorm(c.n_embd, eps=c.norm_eps)
         self.mlp = SwiGLU(c.n_embd, c.ffn_hidden)
 
-    def apply_once(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        x = torch.add(x, self.attn(self.norm1(x), cos, sin), alpha=self.eps)
+    def apply_once(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, cache: Cache | None = None, key: tuple = ()) -> torch.Tensor:
+        x = torch.add(x, self.attn(self.norm1(x), cos, sin, cache, key), alpha=self.eps)
         return torch.add(x, self.mlp(self.norm2(x)), alpha=self.eps)
 
-    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, cache: Cache | None = None, turn: int = 0) -> torch.Tensor:
         for i in range(self.n_loop):
-            if torch.is_grad_enabled() and (self.ckpt == "all" or (self.ckpt == "loop" and i > 0)):  # recomputed in backward
+            if cache is not None:
+                x = self.apply_once(x, cos, sin, cache, (id(self), turn + i))
+            elif torch.is_grad_enabled() and (self.ckpt == "all" or (self.ckpt == "loop" and i > 0)):  # recomputed in backward
                 x = checkpoint(self.apply_once, x, cos, sin, use_reentrant=False)
             else:
                 x = self.apply_once(x, cos, sin)
@@ -119,14 +159,17 @@ class Transformer(nn.Module):
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
 
-    def hidden(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Final-norm activations (B, T, n_embd) of tokens (B, T) int64, T <= window."""
+    def hidden(self, tokens: torch.Tensor, cache: Cache | None = None) -> torch.Tensor:
+        """Final-norm activations (B, T, n_embd) of tokens (B, T) int64, which follow what a cache holds; at most `window` tokens in all."""
         T = tokens.shape[1]
         cos, sin = self.cos[:T], self.sin[:T]
+        if cache is not None:
+            at = cache.positions(T).clamp(max=self.c.window - 1)  # padding may stand beyond the window
+            cos, sin = self.cos[at][:, None], self.sin[at][:, None]
         x = self.embed(tokens)
-        for _ in range(1 if self.c.loop_order == "layer" else self.c.n_loop):
+        for turn in range(1 if self.c.loop_order == "layer" else self.c.n_loop):
             for block in self.blocks:
-                x = block(x, cos, sin)
+                x = block(x, cos, sin, cache, turn)
         return self.norm(x)
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor | None = None, reduction: str = "mean") -> torch.Tensor:
@@ -177,7 +220,8 @@ class Transformer(nn.Module):
         halved when causal. torch's own counter counts causal attention as full: causal=False equals it.
         """
         c, applications = self.c, self.c.n_layer * self.c.n_loop
-        matmul = applications * (4 * c.n_embd**2 + 3 * c.n_embd * c.ffn_hidden) + c.vocab_size * c.n_embd
+        attn = 2 * c.n_embd**2 * (1 + (c.n_kv_head or c.n_head) / c.n_head)  # q, o; k, v
+        matmul = applications * (attn + 3 * c.n_embd * c.ffn_hidden) + c.vocab_size * c.n_embd
         attention = applications * 12 * c.window * c.n_embd
         return 6.0 * matmul + attention * (0.5 if causal else 1.0)
 
@@ -188,6 +232,8 @@ def check_shape(c) -> None:
         raise ValueError("vocab_size, n_layer, n_loop, n_embd, n_head, ffn_hidden and window must all be at least 1")
     if c.n_embd % c.n_head:
         raise ValueError(f"n_embd = {c.n_embd} is not divisible by n_head = {c.n_head}")
+    if c.n_kv_head and c.n_head % c.n_kv_head:
+        raise ValueError(f"n_head = {c.n_head} is not divisible by n_kv_head = {c.n_kv_head}")
     if c.n_embd // c.n_head % 2:
         raise ValueError(f"head size n_embd / n_head = {c.n_embd // c.n_head} is odd: rotary embedding needs an even one")
     if c.loop_order not in ("layer", "stack"):

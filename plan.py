@@ -17,6 +17,7 @@ import sys
 
 import torch
 
+import guard
 import train
 from guard import Refusal
 from model import Transformer
@@ -190,14 +191,11 @@ def bill(cfgs: list[Config], gpus: Gpus, mfu: float, runs: int) -> dict[str, flo
     return stages | {k: each * sum(side[k] for side in sides) for k in sides[0]}
 
 
-RUN_BYTES = 4 + 4 + 12 + 12  # a stored parameter's on disk at rest: best.pt, final.pt, last/, last.old/
-
-
 def disk(cfgs: list[Config], runs: int) -> dict[str, float]:
     """Bytes on disk: uint16 bins; best.pt and final.pt (4 a parameter each), last/ and last.old/ (12 each) of every run; what stands
     beside them during a save, when a third resume state does."""
     stored, tokens = [size(c).stored for c in cfgs], cfgs[0].unique_tokens + cfgs[0].val_tokens
-    return {"data": 2 * tokens, "checkpoints": runs / len(cfgs) * RUN_BYTES * sum(stored), "during a save": 12 * max(stored)}
+    return {"data": 2 * tokens, "checkpoints": runs / len(cfgs) * guard.RUN_BYTES * sum(stored), "during a save": 12 * max(stored)}
 
 
 def show_config(cfg: Config, gpus: Gpus, micro: int) -> None:
@@ -236,7 +234,7 @@ def show_table(cfgs: list[Config], gpus: Gpus, setting: tuple[str, int], mfu: fl
     for cfg in cfgs:
         s, hours = size(cfg), run_hours(cfg, gpus, mfu)
         gib, cost = sum(memory(cfg, s, gpus.count, *setting, cfg.zero).values()) / GIB, f"{hours * gpus.count * price:,.0f}"
-        print(f"{cfg.arm + ' ' + cfg.rung:<10}{s.stored:>15,}{s.flops:>13.3e}{gib:>8.1f}{hours:>8.2f}{cost:>9}{RUN_BYTES * s.stored / GB:>12.1f}")
+        print(f"{cfg.arm + ' ' + cfg.rung:<10}{s.stored:>15,}{s.flops:>13.3e}{gib:>8.1f}{hours:>8.2f}{cost:>9}{guard.RUN_BYTES * s.stored / GB:>12.1f}")
 
 
 def show_bill(cfgs: list[Config], gpus: Gpus, mfu: float, price: float, runs: int) -> None:

@@ -14,7 +14,8 @@
 #         --edge                   # go on although the LR probe's winner is an edge of its grid
 #         --copy="rsync -a results evals out host:dir/"   # run after every save; its failure is never fatal
 #     bash run.sh probe 400m       # the LR probe alone: V at each LR of the grid (--grid="1e-3 6e-4 3e-4"), 5% of the length
-#     bash run.sh evals 400m       # best and final of every finished run of a rung
+#     bash run.sh evals 400m       # best and final of every finished run of a rung, split over the GPUs
+#     bash run.sh cache            # download the eight tasks' data sets and GPT-2's files, for nodes without network
 #     bash run.sh setup            # the virtual environment .venv alone
 #     bash run.sh nano --record    # writes the record itself, results/nano and evals/nano
 #
@@ -22,7 +23,7 @@
 # fewer than all of a node's GPUs, GPUS=0 a CPU.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
-USAGE="$(sed -n '2,26s/^# \{0,1\}//p' run.sh)"
+USAGE="$(sed -n '2,27s/^# \{0,1\}//p' run.sh)"
 
 export OMP_WAIT_POLICY=PASSIVE                      # beside a busy process the default spins, many times slower
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"      # two single-threaded runs side by side beat one on two threads
@@ -118,7 +119,7 @@ evals() { # evals RUNG [SEED]: best and final of every finished registered run, 
     [[ "$name" =~ ^[A-Za-z0-9]+_s[0-9]+$ ]] && grep -q '"status": "done"' "$file" || continue # registered, finished
     files+=("out/$rung/$name/best.pt" "out/$rung/$name/final.pt")
   done
-  [ "${#files[@]}" = 0 ] || side_by_side "$PY eval.py ${files[*]}"
+  [ "${#files[@]}" = 0 ] || side_by_side "$LAUNCH eval.py ${files[*]}"
 }
 
 rung() { # the whole rung, from wherever it stands
@@ -191,6 +192,7 @@ case "${1:-}" in
     ;;
   plan) setup requirements.txt; "$PY" plan.py --table ;;
   gpucheck) setup requirements.txt; "$PY" bench.py gpucheck "${@:2}" ;;
+  cache) setup requirements.txt; "$PY" eval.py --cache --suite=1b ;;
   setup) setup requirements.txt ;;
   "") echo "$USAGE"; exit 2 ;;
   *) echo "$USAGE"; echo; echo "run.sh: there is no \"$1\"; see above" >&2; exit 2 ;;

@@ -74,6 +74,7 @@ class Config:
     eps: float = 0.0  # residual scale; 0 = 1/(n_loop sqrt n_layer) where n_loop > 1, else 1
     n_embd: int = 64  # width of the residual stream
     n_head: int = 4  # attention heads, n_embd / n_head wide
+    n_kv_head: int = 0  # heads of keys and values, a divisor of n_head; 0 = n_head
     ffn_hidden: int = 176  # SwiGLU hidden width
     window: int = 128  # tokens of context
     tied: bool = False  # head = embedding
@@ -154,7 +155,7 @@ POSITIVE = [
     "grad_clip",
     "timeout_min",
 ]
-NOT_NEGATIVE = ["spike", "seed", "max_steps", "warmup", "weight_decay", "min_lr", "beta1", "beta2", "adam_eps", "shard_ranks", "decay_epochs"]
+NOT_NEGATIVE = ["spike", "seed", "max_steps", "warmup", "weight_decay", "min_lr", "beta1", "beta2", "adam_eps", "shard_ranks", "decay_epochs", "n_kv_head"]
 BELOW = {"seed": 2**32, "min_lr": 1 + 1e-9, "beta1": 1, "beta2": 1}
 SAVE_SECONDS = 900  # a resume state at least this often
 PEAK_BF16 = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12}  # dense FLOP/s, NVIDIA data sheets; for MFU
@@ -526,6 +527,17 @@ def newest(folder: Path) -> Path | None:
     return gather(guard.find_last(folder) if RANK == 0 else None)[0]
 
 
+def leave_if_done(cfg: Config) -> None:
+    """A finished run is left alone, before anything large is read."""
+    path = cfg.path("results") / f"{cfg.name}.json"
+    old = guard.read_json(path) if cfg.resume == "auto" and path.exists() else {}
+    if old.get("status") == "done":
+        same = old["code"]["code_sha256"] == guard.code_identity({})["code_sha256"]
+        stale = "" if same else f", by other code than is here now: delete it and {(cfg.path('out') / cfg.name).relative_to(guard.HERE)} to train anew"
+        say(f"{path.relative_to(guard.HERE)}: done already{stale}")
+        leave(0)
+
+
 def start_or_resume(cfg: Config, fresh: dict) -> tuple[dict, Path | None]:
     """(the run's record, the state to load or None). Never overwrites a registered run; a tagged one is scratch and starts over."""
     path, out = cfg.path("results") / f"{cfg.name}.json", cfg.path("out")
@@ -534,11 +546,6 @@ def start_or_resume(cfg: Config, fresh: dict) -> tuple[dict, Path | None]:
         if not cfg.tag and (old or last):
             raise Refusal(f"{path}: this run is {old.get('status', 'half done')}; --resume=auto goes on with it, --tag=x or --folder=x makes another")
         last = None
-    elif old.get("status") == "done":
-        same = old["code"]["code_sha256"] == fresh["code"]["code_sha256"]
-        stale = "" if same else f", by other code than is here now: delete it and {(out / cfg.name).relative_to(guard.HERE)} to train anew"
-        say(f"{path.relative_to(guard.HERE)}: done already{stale}")
-        raise SystemExit(0)
     if last is None and cfg.continues:
         last = newest(out / f"{cfg.arm}_s{cfg.seed}")
         if last is None or guard.read_json(last / "trainer.json")["status"] != "done":
@@ -771,10 +778,10 @@ def train_loop(run, model, opt, train, val, cfg, device, dtype, log, stop) -> in
             return signalled
         if step == end:
             return 0
-        start = time.perf_counter()
+        before = run["sec"]["train"]
         with timed(run, "train"):
             loss, gnorm = train_step(model, opt, train, cfg, step, run["accum"], device, dtype)
-        step_times.append(time.perf_counter() - start)
+        step_times.append(run["sec"]["train"] - before)
         run["step"] = step + 1
         if cfg.spike and since["steps"] >= 10 and loss - since["loss_sum"] / since["steps"] > cfg.spike:
             event(run, cfg, f"spike: loss {loss:.4f}, {since['loss_sum'] / since['steps']:.4f} in the mean before")
@@ -808,6 +815,7 @@ def finish(run, model, opt, cfg) -> None:
 def main(args: list[str]) -> None:
     cfg = load_config(args)
     bars_sha256 = check_registered(cfg)
+    leave_if_done(cfg)
     if not cfg.allow_busy and cfg.device in ("auto", "cuda") and (busy := guard.busy_gpu(LOCAL_RANK)):
         raise Refusal(f"GPU {LOCAL_RANK} is not free: {busy}; end it by pid, or --allow_busy")
     device, stop = setup_device(cfg), guard.StopFlag()
@@ -817,7 +825,7 @@ def main(args: list[str]) -> None:
     dtype = compute_dtype(cfg, device)
     run, last = start_or_resume(cfg, new_record(cfg, model, manifest, bars_sha256, device, dtype))
     guard.check_devices(run["devices"])
-    guard.check_disk(cfg.path("out"), 0 if last else 32 * run["params"])
+    guard.check_disk(cfg.path("out"), 0 if last else guard.RUN_BYTES * run["params"])
     opt = build_optimizer(cfg, model)
     if WORLD > 1 and cfg.parallel == "ddp":
         model = DistributedDataParallel(
@@ -828,6 +836,8 @@ def main(args: list[str]) -> None:
         guard.clear_run(cfg.path("out") / cfg.name)
     if last:
         load_last(last, model, opt)
+    if RANK == 0 and last and last.parent.name == cfg.name:
+        guard.restore_best(last.parent, last)
     log = start_wandb(cfg, run)
     run["status"] = "running"
     where = f"{run['accum']} x {run['micro_batch']} windows on each of {WORLD} {run['devices'][0]['name']}, {run['parallel']}, {run['dtype']}, ckpt {cfg.ckpt}"
@@ -858,7 +868,7 @@ def leave(code: int, clean: bool = True) -> None:
         sys.exit(code)
     if "wandb" in sys.modules:
         sys.modules["wandb"].finish()
-    if clean:
+    if clean and dist.is_initialized():
         dist.destroy_process_group()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 import types
 
 import numpy as np
@@ -9,9 +10,10 @@ import pytest
 import torch
 
 import guard
-from eval import continue_tokens, load_model, make_lm, score_tokens
+from eval import continue_tokens, gram_hashes, load_model, make_lm, plan_batches, score_tokens
+from model import Transformer
 from prepare import ByteTokenizer
-from train import n_windows
+from train import Config, n_windows
 
 CPU = torch.device("cpu")
 
@@ -19,8 +21,6 @@ CPU = torch.device("cpu")
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory, tiny_data):
     """A project with a trained tiny L, scored by the real eval.py."""
-    import shutil
-
     from project import Project
 
     p = Project(tmp_path_factory.mktemp("trained"))
@@ -62,9 +62,10 @@ def test_loglikelihood_equals_brute_force(model, trained):
         ("short", "y" * 100),
         ("a", "b"),
     ]
-    for _ in range(193):
-        at, n, m = rng.randint(2000), rng.randint(1, 120), rng.randint(1, 40)
-        pairs.append((text[at : at + n], text[at + n : at + n + m]))
+    for i in range(193):  # of every three, two share their context
+        n, m = rng.randint(1, 120), rng.randint(1, 40)
+        context = pairs[-1][0] if i % 3 == 2 else text[(at := rng.randint(2000)) : at + n]
+        pairs.append((context, text[at + 200 + i : at + 200 + i + m]))
     lm = make_lm(model, tok, CPU, torch.float32, 1000)
     got = lm.loglikelihood(requests(pairs), disable_tqdm=True)
     for (context, target), (score, greedy) in zip(pairs, got, strict=True):
@@ -100,6 +101,38 @@ def test_rolling_scores_every_token_once(model):
         assert got == pytest.approx(want, abs=1e-4 * len(ids))
 
 
+@pytest.mark.parametrize("changes", [{}, {"loop_order": "stack"}, {"n_kv_head": 2}, {"n_loop": 1, "eps": 1.0}], ids=["layer", "stack", "grouped", "V"])
+def test_cache_equals_whole_sequences(changes):
+    """Shared contexts of ragged lengths, read once, against one sequence at a time: every way to loop, grouped heads too."""
+    c = Config(**{"vocab_size": 61, "n_layer": 3, "n_loop": 2, "eps": 0.3, "n_embd": 32, "n_head": 4, "ffn_hidden": 48, "window": 40} | changes)
+    model, rng = Transformer(c), np.random.RandomState(0)
+    model.init_weights(0)
+    with torch.no_grad():
+        for p in model.parameters():  # away from the init, where attention is nearly flat
+            p.add_(0.15 * torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel())))
+    pairs = []
+    for _ in range(12):
+        context = rng.randint(61, size=rng.randint(1, 30)).tolist()
+        pairs += [(context, rng.randint(61, size=rng.randint(1, 20)).tolist()) for _ in range(rng.randint(1, 5))]
+    asked = [((context + target)[-c.window - 1 : -1], target) for context, target in pairs]
+    assert any(rest for batch in plan_batches(asked, 100) for _, requests in batch for _, rest in requests)
+    for size in (1, 100, 10_000):
+        got = score_tokens(model, asked, CPU, torch.float32, size)
+        for (context, target), (score, greedy) in zip(pairs, got, strict=True):
+            assert (pytest.approx(score, abs=1e-4), greedy) == brute(model, context, target)
+    text = continue_tokens(model, pairs[0][0], 60, None, 61, CPU, torch.float32)
+    want = list(pairs[0][0])
+    for _ in range(60):
+        with torch.no_grad():
+            want.append(model(torch.tensor([want[-c.window :]]))[0, -1].argmax().item())
+    assert pairs[0][0] + text == want
+
+
+def test_a_shared_context_is_read_once():
+    pairs = [([1, 2, 3, 4, 5], [4, 5, 6]), ([1, 2, 3, 7], [7, 8]), ([1, 2, 3], [9]), ([1, 2, 9], [9, 9])]
+    assert plan_batches(pairs, 100) == [[([1, 2, 3], [(0, [4, 5]), (1, [7]), (2, [])]), ([1, 2, 9], [(3, [])])]]
+
+
 def test_greedy_generation(model):
     tok, ids = ByteTokenizer(), list(b"def f(self")
     want = list(ids)
@@ -133,6 +166,10 @@ def test_record(trained):
             assert task["value"] == pytest.approx(e["items"][name].count("1") / 500)
             assert task["stderr"] == pytest.approx(math.sqrt(task["value"] * (1 - task["value"]) / 499), abs=1e-9)
             values.append(task["value"])
+        for task, nlls in e["gold_nll"].items():
+            assert len(nlls) == 500
+            assert sum(nlls) / 500 == pytest.approx(e["tasks"][task]["gold_nll"], abs=1e-4)
+        assert (e["n_loop"], e["n_loop_trained"], e["world_size"]) == (2, 2, 1)
         assert e["mean"] == pytest.approx(100 * sum(values) / 2)
         assert e["limit"] is None
         assert isinstance(e["tasks"]["lastword"]["perplexity_stderr"], float)
@@ -145,6 +182,77 @@ def test_cloze_outcomes_equal_brute_force(trained, model):
     for item, outcome in list(zip(items, e["items"]["cloze"], strict=True))[:60]:
         scores = [brute(model, tok.encode(item["context"]), tok.encode(c))[0] for c in item["choices"]]
         assert int(np.argmax(scores) == item["gold"]) == int(outcome)
+    gold = []
+    for item in items[:20]:  # spaces at a context's end belong to the continuation
+        context = item["context"].rstrip()
+        answer = tok.encode(item["context"][len(context) :] + item["choices"][item["gold"]])
+        gold.append(-brute(model, tok.encode(context), answer)[0] / len(answer))
+    assert e["gold_nll"]["cloze"][:20] == pytest.approx(gold, abs=2e-4)
+
+
+def test_ranks_move_no_score(trained):
+    """Two ranks write what one wrote; three share two items; a sample is the same from both."""
+    path = trained.path / "evals/nano/L_s0_t_final.json"
+    one = json.loads(path.read_text())
+    path.unlink()
+    out = trained.ok("eval.py", "out/nano/L_s0_t/final.pt", ranks=2)
+    two = json.loads(path.read_text())
+    assert (two.pop("world_size"), one.pop("world_size")) == (2, 1)
+    assert {k: v for k, v in one.items() if k != "sec"} == {k: v for k, v in two.items() if k != "sec"}
+    assert out.count("mean") == 1, "one rank speaks"
+    assert "(n=2)" in trained.ok("eval.py", "out/nano/L_s0_t/final.pt", "--tasks=cloze", "--limit=2", ranks=3)
+    assert trained.ok("eval.py", "out/nano/L_s0_t/final.pt", "--sample=def f(", "--max_new=30", ranks=2) == trained.ok(
+        "eval.py", "out/nano/L_s0_t/final.pt", "--sample=def f(", "--max_new=30"
+    )
+
+
+def test_another_number_of_loops_is_recorded_apart(trained):
+    before = (trained.path / "evals/nano/L_s0_t_best.json").read_bytes()
+    trained.ok("eval.py", "out/nano/L_s0_t/best.pt", "--n_loop=3")
+    assert (trained.path / "evals/nano/L_s0_t_best.json").read_bytes() == before
+    e = json.loads((trained.path / "evals/nano/L_s0_t_best_loop3.json").read_text())
+    assert (e["n_loop"], e["n_loop_trained"]) == (3, 2)
+    assert e["val"]["loss"] != json.loads(before)["val"]["loss"]
+    model, cfg, _ = load_model(str(trained.path / "out/nano/L_s0_t/best.pt"), CPU, 3)
+    assert (model.blocks[0].n_loop, model.blocks[0].eps) == (3, cfg.eps) == (3, pytest.approx(1 / (2 * math.sqrt(3))))
+
+
+def test_overlap_equals_sets_of_grams(trained):
+    """A task item copied out of train is found, and the counts are those of plain Python sets."""
+    train = bytes((np.fromfile(trained.path / "data/tiny/train.bin", dtype="<u2") % 256).astype(np.uint8))
+    folder = trained.path / "data/over"
+    shutil.copytree(trained.path / "data/tiny", folder)
+    items = [json.loads(line) for line in (folder / "tasks/cloze.jsonl").read_text().splitlines()][:30]
+    copied = train[1000:1200].decode("ascii")
+    items[3] |= {"context": copied[:90], "choices": [copied[90:120], *items[3]["choices"][1:]], "gold": 0}
+    items[5] |= {"context": items[5]["context"][:50] + copied[:70]}
+    (folder / "tasks/cloze.jsonl").write_text("".join(json.dumps(i) + "\n" for i in items))
+    out = trained.ok("eval.py", "--overlap", "--suite=nano", "--tasks=cloze", "--data=data/over")
+    r = json.loads((trained.path / "evals/overlap_over.json").read_text())
+    known = {train[i : i + 64] for i in range(len(train) - 63)}
+    shares = []
+    for item in items:
+        texts = [(item["context"] + c).encode() for c in item["choices"]]
+        grams = {t[i : i + 64] for t in texts for i in range(len(t) - 63)}
+        shares.append(len(grams & known) / len(grams))
+    assert (r["n"], r["tasks"]["cloze"]["items"]) == (64, 30)
+    assert r["tasks"]["cloze"]["items_with_a_match"] == sum(s > 0 for s in shares) >= 2
+    assert r["tasks"]["cloze"]["items_mostly_matched"] == sum(s > 0.5 for s in shares)
+    assert r["tasks"]["cloze"]["share_of_grams"] == pytest.approx(np.mean(shares))
+    assert "cloze" in out
+    ids = np.random.RandomState(0).randint(65536, size=5000).astype(np.uint16)
+    grams = [tuple(ids[i : i + 13]) for i in range(len(ids) - 12)]
+    assert len(np.unique(gram_hashes(ids, 13))) == len(set(grams))
+
+
+def test_missing_data_sets_and_tokenizers_are_named_at_once(trained):
+    """Nothing answers at the hub's address: the task, the data set and what to do, before lm-eval is even imported."""
+    env = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(trained.path / "empty"), "HF_HUB_OFFLINE": "0"}
+    line = trained.refused("eval.py", "out/nano/L_s0_t/best.pt", "--suite=1b", env=env)
+    assert all(word in line for word in ("hellaswag", "Rowan/hellaswag", str(trained.path / "empty"), "run.sh cache", "refused"))
+    assert "super_glue (boolq)" in trained.refused("eval.py", "out/nano/L_s0_t/best.pt", "--suite=1b", "--tasks=boolq", env=env)
+    assert "rung flip has no suite" in trained.refused("eval.py", "out/nano/L_s0_t/best.pt", "--suite=flip", env=env)
+    assert "no such folder" in trained.refused("eval.py", "--from_hf=no/such", "--tasks=cloze", "--data=data/tiny", env=env)
 
 
 def test_done_evals_are_skipped_and_bad_input_refused(trained):
@@ -166,7 +274,7 @@ def test_done_evals_are_skipped_and_bad_input_refused(trained):
     assert "no such checkpoint" in trained.refused("eval.py", "out/nano/none/best.pt")
     (folder / "best.pt").write_bytes(b"PK not a zip")
     assert "not a whole checkpoint" in trained.refused("eval.py", "out/nano/broken/best.pt")
-    for option in ("--limit=1", "--limit=0", "--tasks="):
+    for option in ("--limit=1", "--limit=0", "--tasks=", "--cache", "--from_hf=x", "--n_loop=-1"):
         assert trained.run("eval.py", "out/nano/L_s0_t/best.pt", option).returncode == 2
     assert 'unknown task "nosuch"' in trained.refused("eval.py", "out/nano/L_s0_t/best.pt", "--tasks=nosuch")
     assert "whole" in trained.ok("guard.py", "out/nano/L_s0_t/best.pt")

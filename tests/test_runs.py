@@ -11,6 +11,8 @@ import pytest
 import torch
 from project import wait_for
 
+import guard
+
 
 def record(p, name: str, folder: str = "nano") -> dict:
     return json.loads((p.path / f"results/{folder}/{name}.json").read_text())
@@ -62,6 +64,32 @@ def test_interrupted_and_resumed_is_bit_equal(project, how):
         assert a.keys() == b.keys()
         assert all(torch.equal(a[k], b[k]) for k in a)
     assert "done already" in project.ok("train.py", *project.tiny("L", *steps, "--tag=cut"))
+
+
+def test_a_resume_has_the_best_of_its_own_state(project):
+    """An eval after the last save replaced best.pt, the process was killed, and the resumed run never again sees a loss so low."""
+    steps = ["--save_every=10", "--eval_every=10", "--lr=5e-3"]
+    project.ok("train.py", *project.tiny("L", *steps, "--max_steps=30"))
+    out, run = project.path / "out/nano/L_s0_t", record(project, "L_s0_t")
+    saved = json.loads((out / "last/trainer.json").read_text())
+    assert guard.sha256_file(out / "last/best.pt") == saved["best"]["sha256"] == run["best"]["sha256"]
+    (out / "newer").write_bytes(b"weights of a later step")
+    os.replace(out / "newer", out / "best.pt")
+    guard.restore_best(out, out / "last")
+    assert guard.sha256_file(out / "best.pt") == run["best"]["sha256"]
+    (out / "newer").write_bytes(b"weights of a later step")
+    os.replace(out / "newer", out / "best.pt")
+    saved["best"]["val_loss"] = 0.0  # nothing after this is better
+    state = out / "last/trainer.json"
+    state.write_text(json.dumps(saved | {"step": 30, "status": "running"}))
+    digests = json.loads((out / "last/digests.json").read_text()) | {"trainer.json": guard.sha256_file(state)}
+    (out / "last/digests.json").write_text(json.dumps(digests))
+    result = project.path / "results/nano/L_s0_t.json"
+    result.write_text(json.dumps(run | {"status": "running"}))
+    project.ok("train.py", *project.tiny("L", *steps, "--max_steps=40", "--resume=auto", "--force_resume"))
+    run = record(project, "L_s0_t")
+    assert (run["step"], run["best"]["val_loss"]) == (40, 0.0)
+    assert guard.sha256_file(out / "best.pt") == run["best"]["sha256"], "the record's best is the file that stands"
 
 
 def test_no_run_goes_on_with_other_code(project):

@@ -18,6 +18,7 @@
 #     bash run.sh cache            # download the eight tasks' data sets and GPT-2's files, for nodes without network
 #     bash run.sh setup            # the virtual environment .venv alone
 #     bash run.sh nano --record    # writes the record itself, results/nano and evals/nano
+#     bash run.sh nano_study       # the noise between seeds at nano: 5 seeds x {V, L, VE, L1} into results/nano_study, about 20 minutes
 #
 # All of it skips what is done and can be stopped (Ctrl-C) and started again at any point with the same command. GPUS=4 uses
 # fewer than all of a node's GPUs, GPUS=0 a CPU.
@@ -63,6 +64,10 @@ side_by_side() { # every argument a command; all at once; a signal to this scrip
   [ "$rc" = 0 ] || die "failed, for the reason above; what is done is kept"
 }
 
+nano_data() {
+  [ -e data/nano/manifest.json ] || "$PY" prepare.py stdlib --out=data/nano --tokens=32000 --val_tokens=150000 --seed=3 --suite
+}
+
 nano() {
   local folder=replica_nano seed arm
   case "${1:-}" in
@@ -71,7 +76,7 @@ nano() {
     *) die "nano takes --record or nothing, not $1" ;;
   esac
   setup requirements.txt
-  [ -e data/nano/manifest.json ] || "$PY" prepare.py stdlib --out=data/nano --tokens=32000 --val_tokens=150000 --seed=3 --suite
+  nano_data
   for seed in 0 1; do
     side_by_side "$PY train.py config/V_nano.py --seed=$seed --folder=$folder --resume=auto" \
       "$PY train.py config/L_nano.py --seed=$seed --folder=$folder --resume=auto"
@@ -81,6 +86,23 @@ nano() {
   side_by_side "${evals[@]}"
   echo
   "$PY" verdict.py nano --folder="$folder"
+}
+
+nano_study() { # the runs that bars_nano.json registers as its study, a pair of arms at a time, and the evals of their best checkpoints
+  local folder seeds a b c d seed
+  [ -z "${1:-}" ] || die "nano_study takes nothing, not $1"
+  setup requirements.txt
+  nano_data
+  read -r folder a b c d seeds < <("$PY" -c 'import json; s = json.load(open("config/bars_nano.json"))["study"]; print(s["folder"], *s["arms"], *s["seeds"])')
+  train() { echo "$PY train.py config/$1_nano.py --seed=$2 --folder=$folder --resume=auto"; }
+  best() { local arm files=(); for arm in "$@"; do for seed in $seeds; do files+=("out/$folder/${arm}_s$seed/best.pt"); done; done; echo "$PY eval.py ${files[*]}"; }
+  for seed in $seeds; do
+    side_by_side "$(train "$a" "$seed")" "$(train "$b" "$seed")"
+    side_by_side "$(train "$c" "$seed")" "$(train "$d" "$seed")"
+  done
+  side_by_side "$(best "$a" "$b")" "$(best "$c" "$d")"
+  echo
+  "$PY" verdict.py nano || true # whatever the record beside it says
 }
 
 json_value() { "$PY" -c 'import json, sys; print(json.load(open(sys.argv[1])).get(sys.argv[2], ""))' "$1" "$2"; }
@@ -183,6 +205,7 @@ run_tests() {
 
 case "${1:-}" in
   nano) nano "${@:2}" ;;
+  nano_study) nano_study "${@:2}" ;;
   test) run_tests ;;
   1b | 400m | flip) rung "$@" ;;
   probe | evals)

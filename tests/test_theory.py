@@ -1,5 +1,6 @@
 """Theory of the recipe on the CPU, by the model itself: how branch sums and streams grow at initialisation, and what a constant eps is the same as."""
 
+import itertools
 import math
 
 import numpy as np
@@ -86,7 +87,7 @@ def test_consecutive_outputs_of_a_looped_block_are_parallel(vanilla, n):
 
     def cosines(blocks, eps):
         outs = outputs(vanilla, blocks, eps)
-        pairs = [(a, b) for k, (a, b) in enumerate(zip(outs, outs[1:])) if (k + 1) % n]  # within one block's loop
+        pairs = [(a, b) for k, (a, b) in enumerate(itertools.pairwise(outs)) if (k + 1) % n]  # within one block's loop
         return [torch.nn.functional.cosine_similarity(a, b, dim=-1).mean().item() for a, b in pairs]
 
     looped = [i for i in range(24 // n) for _ in range(n)]

@@ -246,8 +246,10 @@ def audit_evals(out: list, data: dict, arms: list[str], runs: dict) -> None:
         (run, kind), tasks = name.rsplit("_", 1), data["bars"]["tasks"]
         rule(out, f"{name}: of the run it is named", {"file": name, "eval": f"{get(e, 'name')}_{get(e, 'checkpoint')}"})
         rule(out, f"{name}: the registered tasks", {"bars": sorted(tasks.items()), "scored": sorted((t, get(x, "metric")) for t, x in e["tasks"].items())})
-        shares = [items.count("1") / len(items) for items in e["items"].values() if items]
-        rule(out, f"{name}: the mean is that of its items", {"items": float(100 * sum(shares) / max(1, len(shares))), "mean": float(e["mean"])})
+        items = {t: get(e, f"items.{t}", "") for t in tasks}
+        whole = all(text and len(text) == get(e, f"tasks.{t}.n") for t, text in items.items())
+        mean = 100 * sum(text.count("1") / len(text) for text in items.values()) / len(items) if whole else ABSENT
+        rule(out, f"{name}: the mean is that of its items", {"items": mean, "mean": float(e["mean"])})
         rule(out, f"{name}: loops as trained", {"bars": get(data["bars"], f"arms.{name.split('_')[0]}.n_loop"), "eval": e["n_loop"]} if "n_loop" in e else {})
         if run in runs:
             rule(out, f"{name}: the very checkpoint", {"trained": get(runs[run], f"{kind}.sha256"), "scored": e["checkpoint_sha256"]})
@@ -463,8 +465,8 @@ def intervals(v: dict) -> list[str]:
     for r in v["rows"]:
         if not (pair := paired_evals(v, r["seed"])):
             continue
-        a, b = (np.array(e["val"]["loss_sums"]) / e["val"]["tokens_per_window"] for e in pair)
-        if len(a) == len(b):
+        a, b = (np.array(get(e, "val.loss_sums", [])) / get(e, "val.tokens_per_window", 1) for e in pair)
+        if len(a) == len(b) > 0:
             out.append([f"seed {r['seed']}", "val sample (blocks of 4 windows)", f"{np.mean(a - b):+.4f} nats", between(block_bootstrap(a - b))])
         diffs = [item_diff(*pair, t) for t in v["data"]["bars"]["tasks"]]
         out.append([f"seed {r['seed']}", "test items (within each task)", f"{r['suite_gap']:+.2f} points", between(item_bootstrap(diffs), 2)])
@@ -548,13 +550,19 @@ def matched(v: dict) -> list[str]:
 
 
 def each_run(v: dict) -> list[str]:
+    """Best and final of every run, the overfit between them; from the evals, where the rung has any, bits a byte and the suite mean at both."""
     data, out = v["data"], []
+    head = ["", "best val", "at step", "epoch", "final", "final - best"]
     for (arm, seed), run in sorted(data["runs"].items()):
         if is_done(run) and arm not in v["excluded"]:
             low, evals = best_row(run), [data["evals"].get((arm, seed, k)) for k in ("best", "final")]
-            row = [f"{arm} seed {seed}", f"{low['val_loss']:.4f}", low["step"], f"{get(low, 'epoch', math.nan):.1f}", f"{run['final_val']:.4f}", f"{run['final_val'] - low['val_loss']:+.4f}"]  # fmt: skip
-            out.append(row + [f"{get(e, path):.{d}f}" if e else "n/a" for path, d in (("val.bits_per_byte", 4), ("mean", 2)) for e in evals])
-    return table(["", "best val", "at step", "epoch", "final", "final - best", "bits a byte, best", "final", "suite, best", "final"], out) if out else []
+            row = [f"{arm} seed {seed}", f"{low['val_loss']:.4f}", low["step"], f"{get(low, 'epoch', math.nan):.1f}", f"{run['final_val']:.4f}"]
+            row.append(f"{run['final_val'] - low['val_loss']:+.4f}")
+            if data["bars"]["tasks"]:
+                row += [f"{get(e, path):.{digits}f}" if e else "n/a" for path, digits in (("val.bits_per_byte", 4), ("mean", 2)) for e in evals]
+            out.append(row)
+    head += ["bits a byte, best", "final", "suite, best", "final"] if data["bars"]["tasks"] else []
+    return table(head, out) if out else []
 
 
 def effects(v: dict) -> list[str]:
@@ -657,7 +665,7 @@ def save_figure(fig, path: Path) -> None:
 def style(bars: dict, arm: str, seed: int) -> dict:
     """An arm's colour is the same in every figure; a seed has its line and its mark, open so that marks on one spot are all seen."""
     i = bars["seeds"].index(seed) % len(LINES)
-    return {"color": COLOURS[arm], "ls": LINES[i], "marker": MARKS[i], "ms": 7 + 2 * i, "mfc": "none", "mew": 1.8}
+    return {"color": COLOURS.get(arm, "0.3"), "ls": LINES[i], "marker": MARKS[i], "ms": 7 + 2 * i, "mfc": "none", "mew": 1.8}
 
 
 def epochs_on_top(ax, runs: dict) -> None:
@@ -733,12 +741,11 @@ def draw_rms(ax, v: dict) -> bool:
         if len(rows) > 1 and arm not in drawn:
             x = np.linspace(0, shape["n_layer"] * shape["n_loop"], len(rows[0]["rms"]))
             for row, ls, lw in ((rows[0], ":", 1.2), (rows[-1], "-", 2)):
-                ax.plot(x, row["rms"], ls=ls, lw=lw, color=COLOURS[arm], marker="o", ms=4, label=f"{arm} seed {seed}, step {row['step']}")
+                ax.plot(x, row["rms"], ls=ls, lw=lw, color=COLOURS.get(arm, "0.3"), marker="o", ms=4, label=f"{arm} seed {seed}, step {row['step']}")
             drawn.add(arm)
     ax.set(yscale="log", xlabel="block applications", ylabel="rms of the residual stream", title=f"{v['data']['folder']}: residual stream by depth")
     if drawn:
-        ax.legend(frameon=False, ncols=len(drawn))
-        ax.set_ylim(top=ax.get_ylim()[1] * 2)
+        ax.legend(frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
     return bool(drawn)
 
 

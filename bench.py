@@ -6,6 +6,7 @@
     python bench.py gpucheck                           # one GPU, under 8 minutes: V_1b and L_1b -> results/gpucheck.json
     python bench.py gpucheck --tiny                    # that in miniature, on a CPU
     python bench.py eval                               # eval.py's scorer against lm-eval's HFLM on the same requests -> results/bench/eval.json
+    python bench.py data                               # prepare.py's tokens/s over tiktoken's own -> results/bench/data.json
 
 `train` and `eval` need transformers (requirements-dev.txt). Times depend on what else runs: read the ratios of one run, never times of two.
 `node` exits with 1 on a slow GPU or an out-of-memory: run it before the first paid hour.
@@ -20,6 +21,7 @@ import math
 import os
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
 from pathlib import Path
@@ -41,7 +43,7 @@ import prepare
 from guard import Refusal
 from model import Transformer, default_eps
 
-GOALS = {"ours_over_hf": 1.15, "l_over_v": 1.0, "loader_share": 0.01, "eval": 2.0}  # at least, at least, below, at least; reported, never asserted
+GOALS = {"ours_over_hf": 1.15, "l_over_v": 1.0, "loader_share": 0.01, "eval": 2.0, "data": 1.7}  # at least, but for the loader, below; reported, never asserted
 USUAL_SHARE = 0.70  # of the data sheet's peak that a healthy card reaches on a large bf16 matmul; a rule of thumb
 ALLREDUCE = {"H200": 350e9, "H100": 350e9, "A100": 200e9, "L40S": 20e9}  # rule of thumb: bus bytes/s inside a node (NVLink; L40S: PCIe)
 DISK = 1e9  # bytes/s: V_1b's 17 GB resume state in 17 s
@@ -503,6 +505,54 @@ def bench_eval(a, args: list[str]) -> None:
     guard.write_json(guard.HERE / "results/bench/eval.json", report)
 
 
+# ---- data -------------------------------------------------------------------------------------------------------------
+
+
+def python_texts(limit: int) -> list[str]:
+    """Sources of the libraries at hand, each once, `limit` bytes of them; without indentation, for code that is half spaces is refused as data."""
+    roots = dict.fromkeys((sysconfig.get_path("stdlib"), sysconfig.get_path("purelib")))
+    files, texts, total = (f for root in roots for f in sorted(Path(root).rglob("*.py"))), {}, 0
+    for f in files:
+        text = "\n".join(line.strip() for line in f.read_text(errors="replace").split("\n"))
+        if len(text) > 200 and text not in texts:
+            texts[text], total = None, total + len(text.encode())
+        if total >= limit:
+            break
+    return list(texts)
+
+
+def bench_data(a, args: list[str]) -> None:
+    """Rounds of tiktoken's encode_ordinary on one thread and of prepare.py end to end, start of the workers, checks and manifest with it."""
+    tok, texts = prepare.get_tokenizer("gpt2", a.bpe), python_texts(int(a.megabytes * 1e6))
+    seconds, total = {"tiktoken": [], "prepare": []}, sum(len(tok.encode(t)) + 1 for t in texts)
+    want = int(0.8 * total)  # val and its near duplicates are left out; what prepare.py read beyond these tokens counts against it
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "texts.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
+        command = ["files", f"{folder}/texts.jsonl", f"--out={folder}/out", f"--tokens={want}", f"--val_tokens={total // 100}", "--tokenizer=gpt2"]
+        for _ in range(a.repeats):
+            start = time.perf_counter()
+            for text in texts:
+                tok.encode(text)
+            seconds["tiktoken"].append(time.perf_counter() - start)
+            start = time.perf_counter()
+            prepare.prepare(prepare.parse([*command, f"--workers={a.workers}", *([f"--bpe={a.bpe}"] if a.bpe else [])]))
+            seconds["prepare"].append(time.perf_counter() - start)
+        manifest = guard.read_json(Path(folder) / "out/manifest.json")
+    done = {"tiktoken": total - len(texts), "prepare": want + total // 100}
+    rates = {k: {"median": done[k] / median(v), "all": [done[k] / s for s in v]} for k, v in seconds.items()}
+    ratios = [p / t for p, t in zip(rates["prepare"]["all"], rates["tiktoken"]["all"])]
+    ratio = {"ratio": rates["prepare"]["median"] / rates["tiktoken"]["median"], "min": min(ratios), "max": max(ratios), "goal": GOALS["data"]}
+    report = {"versions": guard.versions(), "cpus": os.cpu_count(), "workers": a.workers, "documents": len(texts), "bytes": sum(len(t.encode()) for t in texts)}
+    report |= {"tokens": done, "tokens_per_sec": rates, "prepare_over_tiktoken": ratio}
+    report |= {k: manifest[k] for k in ("exact_duplicates_dropped", "near_duplicates_dropped")}
+    guard.write_json(guard.HERE / "results/bench/data.json", report)
+    print(", ".join(f"{k} {v['median']:,.0f} tokens/s" for k, v in rates.items()))
+    verdict = "met" if ratio["ratio"] >= GOALS["data"] else "missed"
+    print(
+        f"prepare.py, {a.workers} workers / tiktoken, one thread = {ratio['ratio']:.3f} ({min(ratios):.2f} to {max(ratios):.2f} within a round); goal >= {GOALS['data']}: {verdict}"
+    )
+
+
 def parse(args: list[str]):
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     sub = p.add_subparsers(dest="mode", required=True)
@@ -523,6 +573,11 @@ def parse(args: list[str]):
         s.add_argument(f"--{key}", default="", help=argparse.SUPPRESS)
     s.add_argument("--size", type=int, help=argparse.SUPPRESS)
     sub.add_parser("gpucheck", help="V_1b and L_1b on one GPU").add_argument("--tiny", action="store_true", help="in miniature, on any device")
+    s = sub.add_parser("data", help="prepare.py against tiktoken alone")
+    s.add_argument("--bpe", help="folder of GPT-2's vocab.bpe and encoder.json, instead of tiktoken's cache")
+    s.add_argument("--megabytes", type=float, default=30, help="text")
+    s.add_argument("--workers", type=int, default=2, help="of prepare.py")
+    s.add_argument("--repeats", type=int, default=3, help="rounds")
     return p.parse_args(args)
 
 
@@ -530,7 +585,7 @@ def main(args: list[str]) -> None:
     a = parse(args)
     if train.WORLD > 1 and a.mode != "node":
         raise Refusal(f"bench.py {a.mode}: measures one process; start it with python, not torchrun")
-    {"train": bench_train, "node": bench_node, "gpucheck": bench_gpucheck, "eval": bench_eval}[a.mode](a, args)
+    {"train": bench_train, "node": bench_node, "gpucheck": bench_gpucheck, "eval": bench_eval, "data": bench_data}[a.mode](a, args)
 
 
 if __name__ == "__main__":

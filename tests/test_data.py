@@ -421,9 +421,9 @@ def until(what, seconds: float = 30) -> None:
         time.sleep(0.005)
 
 
-def growing(folder: Path) -> bool:
+def written(folder: Path) -> int:
     train = folder / ".out.part/made/train.bin"
-    return train.exists() and train.stat().st_size > 0
+    return train.stat().st_size if train.exists() else 0
 
 
 @pytest.fixture(scope="module")
@@ -458,10 +458,10 @@ def test_killed_at_random_moments(whole, tmp_path):
 def test_stopped_goes_on_and_other_commands_are_refused(whole, tmp_path, p):
     out, log = tmp_path / "out", tmp_path / "log"
     for number in (signal.SIGTERM, signal.SIGINT):
-        pid = start(whole, tmp_path)
-        until(lambda: growing(tmp_path))
+        before, pid = written(tmp_path), start(whole, tmp_path)
+        until(lambda before=before: written(tmp_path) > before)
         os.kill(pid, number)
-        assert os.waitpid(pid, 0)[1] >> 8 == 1
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1
         assert log.read_text().strip().endswith(f"stopped by {number.name}; the same command goes on") and not out.exists()
     line = p.refused("prepare.py", *whole["args"], f"--out={out}", "--seed=7")
     assert "seed was 0, is 7" in line and "half made by another command" in line
@@ -484,7 +484,7 @@ def test_no_room_and_two_at_once(whole, tmp_path, p):
     assert "GB free" in p.refused("prepare.py", *whole["args"], f"--out={tmp_path / 'big'}", f"--tokens={10**15}")
     out = tmp_path / "out"
     pid = start(whole, tmp_path)
-    until(lambda: growing(tmp_path))
+    until(lambda: written(tmp_path))
     os.kill(pid, signal.SIGSTOP)
     try:
         assert "another prepare.py" in p.refused("prepare.py", *whole["args"], f"--out={out}")

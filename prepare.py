@@ -59,7 +59,7 @@ BLOCK = 1 << 20  # bytes of text that a worker gets at a time
 CHUNK = 1 << 22  # tokens read at a time
 COMMIT_SECONDS = 5  # of work lost at most when a run is stopped
 FIRST_SHARE = 1 / 64  # of the first file's documents that are tried for val
-ZLIB_WHOLE = 1 << 25  # bytes of text up to which all of it is packed for the zlib ratio; beyond, every hundredth document
+ZLIB_SAMPLE = 1 << 22  # bytes of text packed for the zlib ratio: all of a smaller one, about these of a larger one, at least 1%
 VAL_SHINGLES = 1 << 22  # of val, about; beyond, one in 2, 4, 8 ... is kept
 COMMON = 64  # val documents that hold a shingle, beyond which it says nothing of which one
 ENTRY = np.dtype([("digest", "V16"), ("tokens", "<u4")])  # a document of documents.bin: those of val, then those of train
@@ -546,7 +546,7 @@ class Work:
         self.check(command)
         self.files = {name: open(self.made / name, "ab") for name in ("val.bin", "train.bin", "documents.bin")}  # noqa: SIM115, closed by close
         if saved and all(f.seek(0, os.SEEK_END) >= size for f, size in self.sizes()):
-            self.keep = True
+            self.keep, self.safe = True, self.at["train"]["tokens"]
             self.rewind()
         else:
             self.restart()
@@ -588,7 +588,7 @@ class Work:
         self.db.execute("INSERT INTO state VALUES (?)", (json.dumps(self.at),))
         self.db.execute("COMMIT")
         self.db.execute("BEGIN IMMEDIATE")
-        self.committed, self.keep = time.monotonic(), True
+        self.committed, self.keep, self.safe = time.monotonic(), True, self.at["train"]["tokens"]
 
     def close(self) -> None:
         for close in (*(f.close for f in self.files.values()), self.db.close):
@@ -765,7 +765,7 @@ def measure(folder: Path, split: str, first: int, count: int, tok) -> dict:
         longest = max(longest, int(sizes.max()))
         lengths += np.bincount(np.minimum(sizes, len(lengths) - 1), minlength=len(lengths))
     text_bytes = int(ids[: tok.vocab_size] @ tok.byte_lengths)
-    every, packer, packed, raw = 1 if text_bytes <= ZLIB_WHOLE else 100, zlib.compressobj(), 0, 0
+    every, packer, packed, raw = min(100, max(1, text_bytes // ZLIB_SAMPLE)), zlib.compressobj(), 0, 0
     for text in (tok.decode_bytes(d) for d in stored(folder, split, first, count, every)):  # one stream, so that documents alike pack away
         raw, packed = raw + len(text), packed + len(packer.compress(text))
     at = [int(np.searchsorted(np.cumsum(lengths), q * count)) for q in (0.01, 0.1, 0.5, 0.9, 0.99)]
@@ -839,7 +839,7 @@ def stop(number: int, frame) -> None:
 
 
 def standing(work: Work | None) -> str:
-    return f" from {work.at['train']['tokens']:,} train tokens or up to {COMMIT_SECONDS} s before" if work and work.keep else ""
+    return f" from {work.safe:,} train tokens" if work and work.keep else ""
 
 
 def check_out(out: Path, files: list[str]) -> None:
@@ -930,7 +930,7 @@ def print_samples(folder: Path, val: int, train: int, tok) -> None:
     """The beginnings of three documents of each split."""
     for split, first, count in (("train", val, train), ("val", 0, val)):
         for i in sorted({0, count // 2, count - 1}):
-            _, _, start = next(s for s in spans(folder, first, count, 1) if s[0] == first + i)
+            start = int(entries(folder, first, i)["tokens"].sum())
             ids = np.fromfile(folder / f"{split}.bin", dtype="<u2", offset=2 * start, count=min(1600, int(entries(folder, first + i, 1)["tokens"][0])))
             print(f"{split} document {i:,}: {tok.decode_bytes(ids).decode(errors='replace')[:200]!r}")
 

@@ -18,9 +18,7 @@ import logging
 import math
 import os
 import re
-import threading
 import time
-import urllib.request
 from collections import defaultdict
 from pathlib import Path
 
@@ -36,7 +34,7 @@ from tqdm import tqdm
 import guard
 from guard import Refusal
 from model import Cache, Transformer
-from prepare import get_tokenizer
+from prepare import get_tokenizer, hub_down
 from train import RANK, WORLD, Config, autocast, compute_dtype, fetch, gather, n_windows, say, setup_device
 
 BATCH_TOKENS = {"cpu": 4096, "cuda": 16_384, "mps": 16_384}  # tokens a forward, padding included; recorded, the same for all arms
@@ -250,25 +248,6 @@ def make_lm(model: Transformer, tok, device, dtype, batch_tokens: int):
     return LoopLM()
 
 
-def hub_down(url: str, seconds: float = 3.0) -> str:
-    """ "" or why a server does not answer, known within so many seconds (a library's retries take half a minute)."""
-    problem = ["no answer"]
-
-    def ask() -> None:
-        try:
-            urllib.request.urlopen(url, timeout=seconds).close()
-            problem[0] = ""
-        except urllib.error.HTTPError:
-            problem[0] = ""  # it answers
-        except OSError as e:
-            problem[0] = str(getattr(e, "reason", e))
-
-    asking = threading.Thread(target=ask, daemon=True)  # a name look-up knows no timeout
-    asking.start()
-    asking.join(seconds)
-    return problem[0]
-
-
 def hub_dataset(name: str) -> tuple[str, str | None]:
     """(repository, configuration) of the data set of one of lm-eval's tasks in TASK_FILES, read from its YAML without importing lm-eval."""
     path = TASK_ROOT / TASK_FILES[name]
@@ -283,9 +262,7 @@ def check_hub(names: list[str]) -> None:
     """Refuse at once, by name, a task whose data set is neither cached nor to be had; where the hub does not answer, tell the libraries so."""
     home = Path(os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "huggingface")
     places = Path(os.environ.get("HF_DATASETS_CACHE") or home / "datasets"), Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
-    url = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
-    offline = "HF_HUB_OFFLINE is set" if os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0") else hub_down(url)
-    if not offline:
+    if not (why := hub_down()):
         return
     os.environ["HF_HUB_OFFLINE"] = "1"  # before datasets is imported
     for name in names:
@@ -293,7 +270,7 @@ def check_hub(names: list[str]) -> None:
         if not any(p.exists() for p in (Path(repo), places[0] / repo.replace("/", "___"), places[1] / f"datasets--{repo.replace('/', '--')}")):
             what = f"{repo}{f' ({part})' if part else ''}"
             raise Refusal(
-                f"task {name}: its data set {what} is not in {home} and {url} does not answer ({offline}); where there is network: bash run.sh cache, then copy that folder here"
+                f"task {name}: its data set {what} is not in {home} and the hub cannot be asked ({why}); where there is network: bash run.sh cache, then copy that folder here"
             )
 
 

@@ -421,7 +421,7 @@ def check_data(folder: Path, manifest: dict, train: np.ndarray, val: np.ndarray,
             raise Refusal(f"{folder}/train.bin: {what} is {measured:.4f}, the limit is {side} {limit:.2f}: not data to train on; look at it, prepare other")
 
 
-def commonest_share(data: np.ndarray, chunk: int = 1 << 26) -> float:
+def commonest_share(data: np.ndarray, chunk: int = 1 << 22) -> float:
     """Share of the commonest token, by chunks so that memory does not grow with the corpus."""
     total = np.zeros(65536, dtype=np.int64)
     for i in range(0, len(data), chunk):

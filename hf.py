@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 import guard
 from guard import Refusal
 from model import check_shape
+from prepare import get_tokenizer, hub_down
 from train import Config
 
 NAMES = {  # ours -> theirs, within a block
@@ -90,8 +91,6 @@ def tokenizer_files(tok) -> dict[str, dict]:
 
 def export(path: str, out: str) -> None:
     """Write the folder whole or not at all."""
-    from prepare import get_tokenizer
-
     ckpt, folder = guard.load_checkpoint(path), Path(out).resolve()
     try:
         c, weights = Config(**ckpt["config"]), ckpt["model"]
@@ -163,6 +162,8 @@ def fetch_folder(name: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
+        if why := hub_down():
+            raise ConnectionError(why)
         return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors"]))
     except Exception as e:  # noqa: BLE001, whatever the hub raises
         raise Refusal(f"--from_hf={name}: no such folder here, and the hub did not give it ({type(e).__name__}: {str(e).splitlines()[0][:200]})") from None

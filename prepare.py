@@ -38,6 +38,7 @@ import sysconfig
 import tempfile
 import threading
 import time
+import urllib.request
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -54,6 +55,7 @@ PUBLIC = {  # repository, files; --revision pins it, else the hub says at the st
     "wikitext103": ("Salesforce/wikitext", "wikitext-103-raw-v1/train-*.parquet"),
 }
 GPT2_FILES = {"vocab.bpe": "6d1cbeee0f20b3d9449abfede4726ed8212e3aee", "encoder.json": "6c7ea1a7e38e3a7f062df639a5b80947f075ffe6"}  # names in tiktoken's cache
+GPT2_URL = "https://openaipublic.blob.core.windows.net"  # whence tiktoken has them
 STREAMS = (".parquet", ".jsonl", ".jsonl.zst")  # files of many documents
 BLOCK = 1 << 20  # bytes of text that a worker gets at a time
 CHUNK = 1 << 22  # tokens read at a time
@@ -68,22 +70,32 @@ TRIES = 10_000  # draws for one item before a text is called unfit
 CONTEXT, CONTINUATION = 88, 32  # characters of a cloze item: with EOT they fit a window of 128 bytes
 
 
-def within(seconds: float, work, or_else: str):
-    """work(), or a Refusal when it fails or takes longer: libraries offline retry for minutes, and a name look-up cannot be interrupted."""
-    got = {}
+def no_answer(url: str, seconds: float = 3.0) -> str:
+    """ "" or why a server does not answer, known within so many seconds: libraries offline retry for half a minute. eval.py and hf.py ask too."""
+    problem = [f"no answer in {seconds:g} s"]
 
-    def run() -> None:
+    def ask() -> None:
         try:
-            got["value"] = work()
-        except Exception as e:  # noqa: BLE001, whatever requests, httpx or the file system raise
-            got["error"] = type(e).__name__
+            urllib.request.urlopen(url, timeout=seconds).close()
+            problem[0] = ""
+        except urllib.error.HTTPError:
+            problem[0] = ""  # it answers
+        except OSError as e:
+            problem[0] = str(getattr(e, "reason", e))
 
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if "value" not in got:
-        raise Refusal(or_else.format(why=got.get("error", f"no answer in {seconds:g} s")))
-    return got["value"]
+    asking = threading.Thread(target=ask, daemon=True)  # a name look-up knows no timeout
+    asking.start()
+    asking.join(seconds)
+    return problem[0]
+
+
+def hub_down() -> str:
+    """ "" or why nothing can be had from the hub."""
+    return (
+        "HF_HUB_OFFLINE is set"
+        if os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0")
+        else no_answer(os.environ.get("HF_ENDPOINT", "https://huggingface.co"))
+    )
 
 
 # ---- sources ----------------------------------------------------------------------------------------------------------
@@ -118,9 +130,16 @@ def hub_files(name: str, revision: str) -> dict:
     from huggingface_hub import HfApi
 
     repo, pattern = PUBLIC[name]
-    hint = f"{repo} at {revision}: the hub cannot be asked ({{why}}); check the network, the name, or give --from=DIR with its files {pattern}"
-    commit = within(3, lambda: HfApi().dataset_info(repo, revision=revision, timeout=3).sha, hint)
-    files = within(60, lambda: HfApi().list_repo_files(repo, repo_type="dataset", revision=commit), hint)
+    try:
+        if why := hub_down():
+            raise ConnectionError(why)
+        commit = HfApi().dataset_info(repo, revision=revision).sha
+        files = HfApi().list_repo_files(repo, repo_type="dataset", revision=commit)
+    except Exception as e:  # noqa: BLE001, whatever the hub's client raises
+        why = (str(e).splitlines() or [type(e).__name__])[0]
+        raise Refusal(
+            f"{repo} at {revision}: the hub cannot be asked ({why}); check the network, the name, or give --from=DIR with its files {pattern}"
+        ) from None
     files = sorted(f for f in files if fnmatch.fnmatch(f, pattern))
     if not files:
         raise Refusal(f"{repo} at {commit}: no file {pattern} in it; give another --revision")
@@ -321,8 +340,13 @@ class GPT2Tokenizer:
         import tiktoken
 
         folder = os.environ.get("TIKTOKEN_CACHE_DIR", os.environ.get("DATA_GYM_CACHE_DIR", f"{tempfile.gettempdir()}/data-gym-cache"))
-        hint = f"tiktoken cannot load gpt2 ({{why}}); offline put GPT-2's {' and '.join(f'{k} as {folder}/{v}' for k, v in GPT2_FILES.items())}, or give --bpe=DIR with both"
-        self.bpe = gpt2_from(Path(bpe)) if bpe else within(3, lambda: tiktoken.get_encoding("gpt2"), hint)
+        try:
+            if not bpe and not all(Path(folder, v).exists() for v in GPT2_FILES.values()) and (why := no_answer(GPT2_URL)):
+                raise ConnectionError(why)
+            self.bpe = gpt2_from(Path(bpe)) if bpe else tiktoken.get_encoding("gpt2")
+        except Exception as e:  # noqa: BLE001, tiktoken lets through whatever requests or the file system raise
+            why, names = (str(e).splitlines() or [type(e).__name__])[0], " and ".join(f"{k} as {folder}/{v}" for k, v in GPT2_FILES.items())
+            raise Refusal(f"tiktoken cannot load gpt2 ({why}); offline put GPT-2's {names}, or give prepare.py --bpe=DIR with both") from None
         self.vocab_size, self.eot = self.bpe.n_vocab, self.bpe.eot_token
 
     @property

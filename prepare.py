@@ -2,7 +2,7 @@
 
     python prepare.py fineweb-edu --out=data/1b --tokens=3000000000 --val_tokens=20000000        # sample/10BT's parquet files, as gpt2 tokens
     python prepare.py dclm --out=data/dclm --tokens=3000000000 --val_tokens=20000000             # jsonl.zst files of dclm-baseline-1.0
-    python prepare.py wikitext103 --out=data/bits --tokens=900000000 --val_tokens=8000000 --tokenizer=bits
+    python prepare.py wikitext103 --out=data/bits --tokens=3000000000 --val_tokens=8000000 --tokenizer=bits
     python prepare.py files 'corpus/**/*.jsonl' --out=data/mine --tokens=12500000 --val_tokens=1000000 --tokenizer=gpt2
     python prepare.py stdlib --out=data/nano --tokens=32000 --val_tokens=150000 --suite          # the standard library's sources, as bytes
     python prepare.py verify data/1b                                                             # recompute it all, look at samples

@@ -145,7 +145,7 @@ evals() { # evals RUNG [SEED]: best and final of every finished registered run, 
 }
 
 rung() { # the whole rung, from wherever it stands
-  local rung="$1" seeds="0 1" arms="" anyway="" edge="" lr="" ran="" seed arm word stamp
+  local rung="$1" seeds="0 1" arms="" anyway="" edge="" lr="" ran="" seed arm word stamp tokens held
   shift
   for arm in "$@"; do
     case "$arm" in
@@ -168,7 +168,10 @@ rung() { # the whole rung, from wherever it stands
     [ "$word" = CONFIRMED ] || [ -n "$anyway" ] || die "$rung waits for its gate: $gate is $word, not CONFIRMED (--anyway goes on; the verdict will say so)"
     [ "$word" = CONFIRMED ] || printf '{"gate": "%s", "word": "%s"}\n' "$gate" "$word" >"results/$rung/gate_bypassed.json"
   fi
-  [ -e "data/$rung/manifest.json" ] || die "no data/$rung; make it first: $PY prepare.py files 'DIR/*.jsonl' --tokenizer=gpt2 --out=data/$rung --tokens=N --val_tokens=N (N: config/V_$rung.py)"
+  if [ ! -e "data/$rung/manifest.json" ]; then # or put other data there first, with prepare.py dclm or files
+    read -r tokens held < <("$PY" -c 'import json, sys; c = json.load(open(sys.argv[1]))["config"]; print(c["unique_tokens"], c["val_tokens"])' "config/bars_$rung.json")
+    side_by_side "$PY prepare.py fineweb-edu --out=data/$rung --tokens=$tokens --val_tokens=$held"
+  fi
   stamp="out/$rung/node_checked.$( (uname -n; nvidia-smi -L 2>/dev/null || true) | sha256sum | cut -c1-8)" # another node is checked again
   if [ ! -e "$stamp" ]; then
     side_by_side "$LAUNCH bench.py node --config=config/V_$rung.py"

@@ -42,7 +42,7 @@ class Project:
         launch = [sys.executable] if not ranks else [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={ranks}", "--standalone"]
         return [*launch, script, *args]
 
-    def run(self, script: str, *args: str, ranks: int = 0, env: dict | None = None, timeout: float = 120) -> subprocess.CompletedProcess:
+    def run(self, script: str, *args: str, ranks: int = 0, env: dict | None = None, timeout: float = 600) -> subprocess.CompletedProcess:
         command = self.command(script, *args, ranks=ranks)
         return subprocess.run(command, check=False, cwd=self.path, env=os.environ | (env or {}), capture_output=True, text=True, timeout=timeout)
 
@@ -70,7 +70,7 @@ class Project:
         return [f"config/{arm}_nano.py", *TINY, f"--expect_params={TINY_PARAMS[arm]}", *more]
 
 
-def wait_for(process: subprocess.Popen, text: str, seconds: float = 60) -> None:
+def wait_for(process: subprocess.Popen, text: str, seconds: float = 240) -> None:
     """Read a process's output until a line holds the text."""
     end = time.monotonic() + seconds
     seen = []

@@ -37,7 +37,7 @@ def test_node_under_fsdp_accumulated(p):
 
 
 def test_gpucheck(p):
-    p.ok("bench.py", "gpucheck", "--tiny", timeout=300, env=CPU)
+    p.ok("bench.py", "gpucheck", "--tiny", timeout=900, env=CPU)
     r = read_json(p.path / "results/gpucheck_tiny.json")
     assert [(c["arm"], c["ckpt"]) for c in r["cases"]] == [("V", "all"), ("L", "all"), ("V", "none"), ("L", "none")]
     for c in r["cases"]:
@@ -51,7 +51,7 @@ def test_gpucheck(p):
 
 
 def test_train(p):
-    out = p.ok("bench.py", "train", "--d=32", "--n_layer=2", "--window=32", "--batch=2", "--vocab=257", "--repeats=3", "--no_compile", timeout=300, env=CPU)
+    out = p.ok("bench.py", "train", "--d=32", "--n_layer=2", "--window=32", "--batch=2", "--vocab=257", "--repeats=3", "--no_compile", timeout=900, env=CPU)
     r = read_json(p.path / "results/bench/train.json")
     assert list(r["tokens_per_sec"]) == ["V eager", "L eager", "HF eager"]
     assert all(len(v["all"]) == 3 and 0 < v["min"] <= v["median"] <= v["max"] for v in r["tokens_per_sec"].values())

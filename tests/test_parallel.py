@@ -51,7 +51,7 @@ def launch(folder, ranks: int, cases: dict) -> dict:
     (folder / f"{ranks}.json").write_text(json.dumps(cases))
     command = [sys.executable] + (["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else [])
     command += ["tests/parallel_worker.py", str(folder / f"{ranks}.json"), str(folder / f"{ranks}.pt")]
-    done = subprocess.run(command, check=False, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, check=False, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
     return torch.load(folder / f"{ranks}.pt", weights_only=True)
 

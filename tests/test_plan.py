@@ -109,7 +109,7 @@ def test_recomputation():
 
 
 def command(*args: str) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, "plan.py", *args], check=False, cwd=ROOT, env=os.environ, capture_output=True, text=True, timeout=60)
+    return subprocess.run([sys.executable, "plan.py", *args], check=False, cwd=ROOT, env=os.environ, capture_output=True, text=True, timeout=240)
 
 
 def test_prints_every_config_and_one_table():

@@ -50,7 +50,7 @@ def test_interrupted_and_resumed_is_bit_equal(project, how):
     p = project.start(*project.tiny("L", *steps, "--tag=cut"))
     wait_for(p, "step 41/90")
     p.send_signal(how)
-    out = p.communicate(timeout=60)[0]
+    out = p.communicate(timeout=240)[0]
     if how != signal.SIGKILL:
         assert p.returncode == 128 + how
         assert "--resume=auto goes on" in out

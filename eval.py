@@ -18,6 +18,7 @@ import logging
 import math
 import os
 import re
+import sys
 import time
 from collections import defaultdict
 from pathlib import Path
@@ -542,7 +543,7 @@ def overlap(args) -> None:
         print(path.relative_to(guard.HERE))
 
 
-def parse():
+def parse(argv: list[str]):
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("checkpoints", nargs="*", metavar="CKPT")
     p.add_argument("--tasks", help="comma-separated; default: the tasks of the rung's bars file; prints only")
@@ -556,7 +557,7 @@ def parse():
     p.add_argument("--overlap", action="store_true", help="n-grams of the suite's items in the training set of --data")
     p.add_argument("--data", default="data/1b", help="for --overlap and --from_hf: a data folder")
     p.add_argument("--device", default="auto", choices=["auto", "cuda", "mps", "cpu"])
-    args = p.parse_args()
+    args = p.parse_args(argv)
     if args.tasks == "" or (args.limit is not None and args.limit < 2) or args.n_loop < 0:
         p.error("--tasks wants a name, --limit at least 2 items, --n_loop at least 1")
     if bool(args.checkpoints) + bool(args.from_hf) + args.cache + args.overlap != 1:
@@ -567,7 +568,7 @@ def parse():
 
 
 def main() -> None:
-    args = parse()
+    args = parse(sys.argv[1:])
     if args.cache or args.overlap:
         return cache(args) if args.cache else overlap(args)
     args.torch_device = setup_device(argparse.Namespace(device=args.device, timeout_min=60))

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import guard
-from eval import continue_tokens, gram_hashes, load_model, make_lm, plan_batches, score_tokens
+from eval import continue_tokens, gram_hashes, load_model, make_lm, parse, peek, plan_batches, score_tokens
 from model import Transformer
 from prepare import ByteTokenizer
 from train import Config, n_windows
@@ -266,15 +266,20 @@ def test_done_evals_are_skipped_and_bad_input_refused(trained):
     folder.mkdir()
     flipped = bytearray(good)
     flipped[len(good) // 2] ^= 4
-    for body, word in ((b"", "not a whole checkpoint"), (good[: len(good) // 2], "not a whole checkpoint"), (bytes(flipped), "damaged")):
+    for body, word in (
+        (b"", "not a whole checkpoint"),
+        (good[: len(good) // 2], "not a whole checkpoint"),
+        (bytes(flipped), "damaged"),
+        (b"PK no zip", "not a whole"),
+    ):
         (folder / "best.pt").write_bytes(body)
-        assert word in trained.refused("eval.py", "out/nano/broken/best.pt")
+        with pytest.raises(guard.Refusal, match=word):
+            peek(str(folder / "best.pt")) if word != "damaged" else load_model(str(folder / "best.pt"), CPU)
     torch.save({"model": {"w": torch.zeros(3)}, "config": {"n_layer": 2}, "step": 1}, folder / "best.pt")
     assert "not a checkpoint of this model" in trained.refused("eval.py", "out/nano/broken/best.pt")
     assert "no such checkpoint" in trained.refused("eval.py", "out/nano/none/best.pt")
-    (folder / "best.pt").write_bytes(b"PK not a zip")
-    assert "not a whole checkpoint" in trained.refused("eval.py", "out/nano/broken/best.pt")
     for option in ("--limit=1", "--limit=0", "--tasks=", "--cache", "--from_hf=x", "--n_loop=-1"):
-        assert trained.run("eval.py", "out/nano/L_s0_t/best.pt", option).returncode == 2
+        with pytest.raises(SystemExit, match="2"):
+            parse(["out/nano/L_s0_t/best.pt", option])
     assert 'unknown task "nosuch"' in trained.refused("eval.py", "out/nano/L_s0_t/best.pt", "--tasks=nosuch")
     assert "whole" in trained.ok("guard.py", "out/nano/L_s0_t/best.pt")

@@ -12,6 +12,7 @@ python eval.py --overlap --suite=1b --data=data/1b                 # how much of
 
 import argparse
 import contextlib
+import gc
 import hashlib
 import importlib.util
 import logging
@@ -33,9 +34,10 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 import guard
+import hf
 from guard import Refusal
 from model import Cache, Transformer
-from prepare import get_tokenizer, hub_down
+from prepare import get_tokenizer, hub_down, tiktoken_folder
 from train import RANK, WORLD, Config, autocast, compute_dtype, fetch, gather, n_windows, say, setup_device
 
 BATCH_TOKENS = {"cpu": 4096, "cuda": 16_384, "mps": 16_384}  # tokens a forward, padding included; recorded, the same for all arms
@@ -55,7 +57,12 @@ def build(cfg: Config, weights: dict[str, torch.Tensor], device: torch.device) -
     """A model of these weights (its own from here on: on a CPU they are not copied) on the device, in eval mode."""
     with torch.device("meta"):
         model = Transformer(cfg)
-    model.load_state_dict(weights, assign=True)
+    try:
+        model.load_state_dict(weights, assign=True)
+    except RuntimeError as e:  # other names or sizes
+        raise ValueError(" ".join(str(e).split())[:300]) from None
+    if cfg.tied:
+        model.head.weight = model.embed.weight
     model.make_rope(device)
     return model.to(device).requires_grad_(False).eval()
 
@@ -78,8 +85,8 @@ def load_model(path: str, device: torch.device, n_loop: int = 0) -> tuple[Transf
         cfg = Config(**ckpt["config"])
         cfg.n_loop = n_loop or cfg.n_loop  # eps is in the saved config as trained
         model = build(cfg, ckpt.pop("model"), device)
-    except (KeyError, TypeError, ValueError, RuntimeError) as e:
-        raise Refusal(f"{path}: not a checkpoint of this model ({str(e).splitlines()[0]})") from None
+    except (KeyError, TypeError, ValueError) as e:
+        raise Refusal(f"{path}: not a checkpoint of this model ({hf.first_line(e)})") from None
     return model, cfg, ckpt
 
 
@@ -108,7 +115,7 @@ def log_probs(model: Transformer, h: torch.Tensor, at: list[tuple[int, int, int]
 
 
 def plan_batches(pairs: list[tuple[list[int], list[int]]], batch_tokens: int) -> list[list[tuple[list[int], list[tuple[int, list[int]]]]]]:
-    """Batches of (tokens read first, [(request, its tokens read after that)]), longest first, each of at most batch_tokens tokens, padding included.
+    """Batches of (tokens read first, [(request, its tokens read after that)]), longest first; of the first, at most batch_tokens tokens, padding included.
 
     A context that several requests share is read once and what follows it from the cache; a request with a context of its own is read whole.
     """
@@ -119,7 +126,8 @@ def plan_batches(pairs: list[tuple[list[int], list[int]]], batch_tokens: int) ->
     rows = []
     for context, ids in groups.items():
         rest = [(i, pairs[i][0][len(context) :]) for i in ids]
-        rows.append((list(context), rest) if len(ids) > 1 else (list(context) + rest[0][1], [(ids[0], [])]))
+        shared = len(ids) > 1 and len(context) > 1  # not the one token that begins every text
+        rows += [(list(context), rest)] if shared else [(list(context) + more, [(i, [])]) for i, more in rest]
     rows.sort(key=lambda r: (-len(r[0]), r[0]))
     batches = []
     while rows:
@@ -135,7 +143,7 @@ def score_batch(model: Transformer, batch, pairs, device, dtype, batch_tokens: i
     first = [tokens for tokens, _ in batch]
     cache = Cache(torch.tensor([len(t) for t in first], device=device)) if after else None
     h = read(model, first, device, dtype, cache)
-    at, ids = [], []
+    old, at, ids = h.shape[1], [], []
     for row, (tokens, requests) in enumerate(batch):
         for i, rest in requests:
             now = pairs[i][1][: len(pairs[i][1]) - len(rest)]  # their last one stands at the row's end
@@ -145,7 +153,7 @@ def score_batch(model: Transformer, batch, pairs, device, dtype, batch_tokens: i
     for i, score in zip(ids, log_probs(model, h, at, dtype), strict=True):
         out[i].append(score)
     while after:
-        n = max(1, batch_tokens // -after[0][0])
+        n = max(1, min(batch_tokens // -after[0][0], 4 * batch_tokens // (old - after[0][0])))  # the old keys are copied for each
         part, after = after[:n], after[n:]
         h = read(model, [rest for *_, rest in part], device, dtype, cache.fork(torch.tensor([row for _, _, row, _ in part], device=device)))
         at = [(row, j, target) for row, (_, i, _, rest) in enumerate(part) for j, target in enumerate(pairs[i][1][-len(rest) :])]
@@ -199,6 +207,7 @@ def continue_tokens(model: Transformer, ids: list[int], n: int, eot: int | None,
 def make_lm(model: Transformer, tok, device, dtype, batch_tokens: int):
     """lm-eval's view of our model (a TemplateLM). Built in a function so that a skipped eval need not import lm-eval."""
     from lm_eval.api.model import TemplateLM
+    from lm_eval.models.utils import normalize_gen_kwargs
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
     class LoopLM(TemplateLM):
@@ -232,15 +241,16 @@ def make_lm(model: Transformer, tok, device, dtype, batch_tokens: int):
             return [sum(next(scores)[0] for _ in doc) for doc in windows]
 
         def generate_until(self, requests, disable_tqdm: bool = False) -> list[str]:
-            out = {}
-            for i in tqdm(range(len(requests))[RANK::WORLD], desc="texts", unit="", delay=5, leave=False, disable=RANK > 0):
-                context, kwargs = requests[i].args
-                if kwargs.get("do_sample") or kwargs.get("temperature"):
-                    raise Refusal("eval.py generates greedily; a task that samples (do_sample, temperature) cannot be scored here")
-                until, n = kwargs.get("until") or [], kwargs.get("max_gen_toks", 256)
+            asked, out = [(r.args[0], normalize_gen_kwargs(dict(r.args[1]), 256)) for r in requests], {}
+            for _, kwargs in asked:
+                if kwargs.get("do_sample") or kwargs["max_gen_toks"] >= self.max_length:
+                    raise Refusal(f"texts are generated greedily and within the window of {self.max_length} tokens; a task asks for {kwargs}")
+            for i in tqdm(range(len(asked))[RANK::WORLD], desc="texts", unit="", delay=5, leave=False, disable=RANK > 0):
+                context, kwargs = asked[i]
+                until, n = kwargs.get("until") or [], kwargs["max_gen_toks"]
                 until = [u for u in ([until] if isinstance(until, str) else until) if u]
                 stop = lambda new, until=until: any(u in tok.decode(new) for u in until)
-                ids = (tok.encode(context) or [self.prefix_token_id])[-max(1, self.max_length - n) :]  # room for what is generated, as in lm-eval's own
+                ids = (tok.encode(context) or [self.prefix_token_id])[-(self.max_length - n) :]  # room for what is generated, as in lm-eval's own
                 text = tok.decode(continue_tokens(model, ids, n, tok.eot, tok.vocab_size, device, dtype, stop))
                 out[i] = min((text.split(u)[0] for u in until), key=len, default=text)
             merged = {k: v for part in gather(out) for k, v in part.items()}
@@ -259,9 +269,13 @@ def hub_dataset(name: str) -> tuple[str, str | None]:
     return found["dataset_path"], None if found["dataset_name"] == "null" else found["dataset_name"]
 
 
+def hub_home() -> Path:
+    return Path(os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "huggingface")
+
+
 def check_hub(names: list[str]) -> None:
     """Refuse at once, by name, a task whose data set is neither cached nor to be had; where the hub does not answer, tell the libraries so."""
-    home = Path(os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "huggingface")
+    home = hub_home()
     places = Path(os.environ.get("HF_DATASETS_CACHE") or home / "datasets"), Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
     if not (why := hub_down()):
         return
@@ -298,9 +312,9 @@ def find_tasks(names: list[str], data: Path) -> dict:
         try:
             tasks |= manager.load([spec])["tasks"]
         except Exception as e:  # noqa: BLE001, whatever datasets and the hub raise
-            raise Refusal(
-                f"task {name}: its data set cannot be loaded ({type(e).__name__}: {str(e).splitlines()[0][:200]}); bash run.sh cache downloads it"
-            ) from None
+            raise Refusal(f"task {name}: its data set cannot be loaded ({type(e).__name__}: {hf.first_line(e)}); bash run.sh cache downloads it") from None
+    if odd := [n for n in names if n not in tasks]:
+        raise Refusal(f"{odd[0]} is a group of tasks: name its tasks")
     return tasks
 
 
@@ -327,17 +341,17 @@ def run_suite(lm, metrics: dict[str, str], tasks: dict, limit: int | None) -> di
         got = evaluate(lm, {"tasks": tasks}, limit=limit, bootstrap_iters=BOOTSTRAP, log_samples=True)
     out: dict = {"tasks": {}, "items": {}, "items_sha256": {}, "gold_nll": {}}
     for name, metric in metrics.items():
-        scores, samples = got["results"][name], sorted(got["samples"][name], key=lambda s: s["doc_id"])
-        others = {k.split(",")[0]: v for k, v in scores.items() if "," in k and k.split(",")[0] not in (metric, f"{metric}_stderr") and isinstance(v, float)}
-        gold = [-ll / max(1, size) for ll, size in (right_answer(tasks[name], s) for s in samples)]
-        out["tasks"][name] = {
-            "metric": metric, "value": scores[f"{metric},none"], "stderr": scores[f"{metric}_stderr,none"], "n": len(samples),
-            "version": got["versions"][name], "gold_nll": sum(gold) / len(gold), **others,
-        }  # fmt: skip
-        out["items"][name] = "".join(str(int(s[metric])) for s in samples)
-        out["gold_nll"][name] = [round(g, 4) for g in gold]
+        task, scores, samples = tasks[name], got["results"][name], sorted(got["samples"][name], key=lambda s: s["doc_id"])
+        metric = metric or ("acc" if "acc" in task._metric_fn_list else next(iter(task._metric_fn_list)))
+        found = {k.split(",")[0]: v for k, v in scores.items() if "," in k and isinstance(v, (int, float))}
+        of = {"metric": metric, "value": found.pop(metric), "stderr": found.pop(f"{metric}_stderr", None), "n": len(samples), "version": got["versions"][name]}
+        if task.OUTPUT_TYPE in ("multiple_choice", "loglikelihood"):  # there is a right continuation, and an outcome an item
+            gold = [-ll / max(1, size) for ll, size in (right_answer(task, s) for s in samples)]
+            of["gold_nll"], out["gold_nll"][name] = sum(gold) / len(gold), [round(g, 4) for g in gold]
+            out["items"][name] = "".join(str(int(s[metric])) for s in samples) if metric.startswith("acc") else None
+        out["tasks"][name] = of | found
         out["items_sha256"][name] = hashlib.sha256("".join(s["doc_hash"] for s in samples).encode()).hexdigest()
-    values, errors = [t["value"] for t in out["tasks"].values()], [t["stderr"] for t in out["tasks"].values()]
+    values, errors = [t["value"] for t in out["tasks"].values()], [t["stderr"] or 0.0 for t in out["tasks"].values()]
     return out | {"mean": 100 * sum(values) / len(values), "mean_stderr": 100 * math.sqrt(sum(e**2 for e in errors)) / len(errors)}
 
 
@@ -369,7 +383,7 @@ def score_val(model: Transformer, cfg: Config, device, dtype) -> dict:
 
 def record_path(path: str, n_loop: int = 0) -> Path:
     """evals/<rung>/<run>_<best|final>.json of a checkpoint at out/<rung>/<run>/<best|final>.pt; ..._loop<K>.json at another number of loops."""
-    p = Path(path).resolve()
+    p = Path(os.path.abspath(path))
     if p.parent.parent.parent != guard.HERE / "out" or p.stem not in ("best", "final"):
         raise Refusal(f"{path}: only out/<rung>/<run>/best.pt and final.pt have a place in evals/; for others give --limit, --tasks or --sample")
     return guard.HERE / "evals" / p.parent.parent.name / f"{p.parent.name}_{p.stem}{f'_loop{n_loop}' if n_loop else ''}.json"
@@ -378,7 +392,7 @@ def record_path(path: str, n_loop: int = 0) -> Path:
 def is_recorded(path: str, n_loop: int) -> bool:
     """Whether evals/ already holds this very checkpoint, by the sha256 that the results file says; the checkpoint may be gone."""
     record = record_path(path, n_loop)
-    result = guard.HERE / "results" / record.parent.name / f"{Path(path).resolve().parent.name}.json"
+    result = guard.HERE / "results" / record.parent.name / f"{Path(os.path.abspath(path)).parent.name}.json"
     if not (record.exists() and result.exists()):
         return False
     entry = guard.read_json(result)[Path(path).stem]
@@ -386,18 +400,22 @@ def is_recorded(path: str, n_loop: int) -> bool:
 
 
 def registered_tasks(rung: str, only: str | None) -> dict[str, str]:
-    """{task: metric} of a rung's bars file, or of the comma-separated names (acc where it has none)."""
+    """{task: metric} of a rung's bars file, or of the comma-separated names ("" where it has none: the task's own first)."""
     metrics = guard.read_json(guard.HERE / "config" / f"bars_{rung}.json")["tasks"]
     if only is None and not metrics:
         raise Refusal(f"rung {rung} has no suite (config/bars_{rung}.json): name one, --suite=1b, or tasks, --tasks=hellaswag,piqa")
-    return metrics if only is None else {t: metrics.get(t, "acc") for t in only.split(",")}
+    return metrics if only is None else {t: metrics.get(t, "") for t in only.split(",")}
 
 
 def print_scores(name: str, out: dict) -> None:
     say(f"{name}: {len(out['tasks'])} tasks, zero-shot")
+    shares = all(t["metric"].startswith(("acc", "exact_match")) for t in out["tasks"].values())
     for task, t in out["tasks"].items():
-        say(f"  {task:16} {t['metric']:8} {100 * t['value']:6.2f} +- {100 * t['stderr']:.2f}  right answer {t['gold_nll']:.4f} nats a byte  (n={t['n']:,})")
-    say(f"  {'mean':25} {out['mean']:6.2f} +- {out['mean_stderr']:.2f}")
+        error = "" if t["stderr"] is None else f" +- {(100 if shares else 1) * t['stderr']:.2f}"
+        gold = f"  right answer {t['gold_nll']:.4f} nats a byte" if "gold_nll" in t else ""
+        say(f"  {task:16} {t['metric']:8} {(100 if shares else 1) * t['value']:6.2f}{error}{gold}  (n={t['n']:,})")
+    if shares:
+        say(f"  {'mean':25} {out['mean']:6.2f} +- {out['mean_stderr']:.2f}")
 
 
 def tokenizer_of(cfg: Config):
@@ -413,6 +431,7 @@ def evaluate_checkpoint(path: str, args) -> None:
     start, device, cfg = time.perf_counter(), args.torch_device, peek(path)
     metrics, tok = registered_tasks(args.suite or cfg.rung, args.tasks), tokenizer_of(cfg)
     tasks = find_tasks(list(metrics), guard.HERE / cfg.data)  # what is missing is said before gigabytes are read
+    guard.open_data(guard.HERE / cfg.data)
     model, cfg, ckpt = load_model(path, device, args.n_loop)
     dtype = compute_dtype(cfg, device)
     lm = make_lm(model, tok, device, dtype, BATCH_TOKENS[device.type])
@@ -439,31 +458,32 @@ def evaluate_checkpoint(path: str, args) -> None:
     say(f"{where}: val {val['loss']:.4f} nats, {val['bits_per_byte']:.4f} bits a byte, {record['sec']:.0f} s")
 
 
+def build_hf(name: str, cfg: Config, weights: dict, device: torch.device) -> Transformer:
+    try:
+        return build(cfg, weights, device)
+    except ValueError as e:
+        raise Refusal(f"{name}: its tensors are not of the sizes its config.json says ({e})") from None
+
+
 def evaluate_hf(name: str, args) -> None:
     """Score a Llama-family folder or hub name through our model; prints, records nothing."""
-    import hf
-
     device, metrics = args.torch_device, registered_tasks(args.suite or "1b", args.tasks)
+    cfg, weights, tok = hf.load(name)  # first: local tasks make the libraries believe that they are offline
     tasks = find_tasks(list(metrics), guard.HERE / args.data)
-    cfg, weights, tok = hf.load(name)
-    model, dtype = build(cfg, weights, device), compute_dtype(cfg, device)
+    model, dtype = build_hf(name, cfg, weights, device), compute_dtype(cfg, device)
     lm = make_lm(model, tok, device, dtype, BATCH_TOKENS[device.type])
-    print_scores(
-        f"{name} ({sum(w.numel() for w in weights.values()):,} parameters)",
-        run_suite(lm, metrics, tasks, args.limit),
-    )
+    out = run_suite(lm, metrics, tasks, args.limit)
+    print_scores(f"{name} ({model.counts()['stored']:,} parameters)", out)
 
 
 def sample(path: str, args) -> None:
     if path == args.from_hf:
-        import hf
-
         cfg, weights, tok = hf.load(path)
-        model = build(cfg, weights, args.torch_device)
+        model = build_hf(path, cfg, weights, args.torch_device)
     else:
         model, cfg, _ = load_model(path, args.torch_device, args.n_loop)
         tok = tokenizer_of(cfg)
-    ids = tok.encode(args.sample) or [tok.eot]
+    ids = tok.encode(args.sample) or [tok.eot or 0]  # bits have no EOT
     new = continue_tokens(model, ids, args.max_new, tok.eot, tok.vocab_size, args.torch_device, compute_dtype(cfg, args.torch_device))
     say(args.sample + tok.decode(new))
 
@@ -473,19 +493,24 @@ def sample(path: str, args) -> None:
 
 def cache(args) -> None:
     """Download what a suite needs: its data sets into the hub's cache, GPT-2's files into tiktoken's."""
+    names = list(registered_tasks(args.suite or "1b", args.tasks))
+    if odd := [n for n in names if n not in TASK_FILES]:
+        raise Refusal(f"{odd[0]}: not one of {', '.join(TASK_FILES)}, whose data sets are known here")
+    if why := hub_down():
+        raise Refusal(f"--cache: the hub cannot be asked ({why}); run it where there is network")
     from datasets import load_dataset
 
-    for name in registered_tasks(args.suite or "1b", args.tasks):
+    for name in names:
         repo, part = hub_dataset(name)
         try:
             sizes = {split: len(rows) for split, rows in load_dataset(repo, part).items()}
         except Exception as e:  # noqa: BLE001, whatever datasets and the hub raise
-            raise Refusal(
-                f"task {name}: {repo} cannot be downloaded ({type(e).__name__}: {str(e).splitlines()[0][:200]}); try again where there is network"
-            ) from None
+            raise Refusal(f"task {name}: {repo} cannot be downloaded ({type(e).__name__}: {hf.first_line(e)}); try again where there is network") from None
         print(f"{name}: {repo} {sizes}")
     get_tokenizer("gpt2")
-    print("gpt2: vocab.bpe, encoder.json")
+    print(
+        f"gpt2: vocab.bpe, encoder.json\ndata sets in {hub_home()}; GPT-2's files in {tiktoken_folder()}: copy both, or set HF_HOME and TIKTOKEN_CACHE_DIR to where they are"
+    )
 
 
 def gram_hashes(ids: np.ndarray, n: int) -> np.ndarray:
@@ -498,10 +523,10 @@ def gram_hashes(ids: np.ndarray, n: int) -> np.ndarray:
 
 
 def grams_in_train(train: np.ndarray, wanted: np.ndarray, n: int, chunk: int = 1 << 22) -> np.ndarray:
-    """Which of the sorted hashes `wanted` are those of an n-gram of train (bool). A bitmap of 2^27 bits spares nearly all the searching."""
+    """Which of the sorted hashes `wanted` are those of an n-gram of train (bool). A table of their top 27 bits spares nearly all the searching."""
     bitmap, found = np.zeros(1 << 27, dtype=bool), np.zeros(len(wanted), dtype=bool)
     bitmap[wanted >> np.uint64(37)] = True
-    for i in tqdm(range(0, len(train), chunk), desc="train", unit="chunk", delay=5, leave=False):
+    for i in tqdm(range(0, len(train), chunk), desc="train", unit="chunk", delay=5, leave=False, disable=False):
         h = gram_hashes(train[i : i + chunk + n - 1], n)
         h = h[bitmap[h >> np.uint64(37)]]
         at = np.minimum(np.searchsorted(wanted, h), len(wanted) - 1)
@@ -562,6 +587,8 @@ def parse(argv: list[str]):
         p.error("--tasks wants a name, --limit at least 2 items, --n_loop at least 1")
     if bool(args.checkpoints) + bool(args.from_hf) + args.cache + args.overlap != 1:
         p.error("one of: checkpoints, --from_hf, --cache, --overlap")
+    if args.n_loop and args.from_hf:
+        p.error("--n_loop is for checkpoints of this project")
     if WORLD > 1 and (args.cache or args.overlap):
         p.error("--cache and --overlap are for one process")
     return args
@@ -572,11 +599,12 @@ def main() -> None:
     if args.cache or args.overlap:
         return cache(args) if args.cache else overlap(args)
     args.torch_device = setup_device(argparse.Namespace(device=args.device, timeout_min=60))
-    for path in args.checkpoints or [args.from_hf]:
+    for path in dict.fromkeys(args.checkpoints or [args.from_hf]):
         if args.sample is not None:
             sample(path, args)
         else:
             evaluate_hf(path, args) if args.from_hf else evaluate_checkpoint(path, args)
+        gc.collect()  # a class made in a function, as make_lm's, holds its model in a cycle
 
 
 if __name__ == "__main__":

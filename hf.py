@@ -15,6 +15,7 @@ import tempfile
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 import guard
@@ -32,6 +33,11 @@ PLAIN = {  # what our model is, where a config says anything of it; any other va
     "model_type": ("llama",), "hidden_act": ("silu",), "attention_bias": (False,), "mlp_bias": (False,), "rope_scaling": (None,), "pretraining_tp": (1,),
     "partial_rotary_factor": (1.0,), "attention_dropout": (0.0, 0), "quantization_config": (None,), "sliding_window": (None,),
 }  # fmt: skip
+
+
+def first_line(e: Exception) -> str:
+    return (str(e).strip().splitlines() or [type(e).__name__])[0][:200]
+
 
 # ---- out --------------------------------------------------------------------------------------------------------------
 
@@ -85,7 +91,13 @@ def tokenizer_files(tok) -> dict[str, dict]:
     model = {"type": "BPE", "vocab": {spell(t): i for t, i in ranks.items()} | {end["content"]: tok.eot}, "merges": merges, "unk_token": None}
     model |= {"dropout": None, "continuing_subword_prefix": None, "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": False}
     whole = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": [end], "normalizer": None, "post_processor": None}
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": end["content"], "eos_token": end["content"], "clean_up_tokenization_spaces": False}
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": end["content"],
+        "eos_token": end["content"],
+        "clean_up_tokenization_spaces": False,
+        "split_special_tokens": True,
+    }
     return {"tokenizer.json": whole | {"pre_tokenizer": level, "decoder": level, "model": model}, "tokenizer_config.json": config}
 
 
@@ -114,8 +126,10 @@ def export(path: str, out: str) -> None:
             (tmp / name).write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
         tmp.chmod(0o755)
         os.rename(tmp, folder)
-    except (OSError, RuntimeError) as e:  # a full disk is either
-        raise Refusal(f"{out}: cannot be written ({str(e).splitlines()[0]}); make room and try again") from None
+    except KeyError as e:
+        raise Refusal(f"{path}: not a whole checkpoint of this project (no {e} in it)") from None
+    except (OSError, RuntimeError, SafetensorError) as e:  # a full disk is any of them
+        raise Refusal(f"{out}: cannot be written ({first_line(e)}); make room and try again") from None
     finally:
         shutil.rmtree(tmp, ignore_errors=True)
     n = c.n_layer * c.n_loop
@@ -134,6 +148,8 @@ class HFTokenizer:
         except ImportError:
             raise Refusal("--from_hf reads tokenizer.json with the package tokenizers: pip install -r requirements.txt") from None
         self.name, self.inner = "hf", Tokenizer.from_file(str(folder / "tokenizer.json"))
+        self.inner.no_truncation()  # whatever the file says: Hugging Face's own does not obey it either
+        self.inner.no_padding()
         said = guard.read_json(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").exists() else {}
         self.vocab_size, self.eot = config["vocab_size"], self.special(said.get("eos_token"), config.get("eos_token_id"))
         self.bos = self.special(said.get("bos_token"), None)
@@ -152,7 +168,7 @@ class HFTokenizer:
         return self.inner.encode(text, add_special_tokens=False).ids
 
     def decode(self, ids: list[int]) -> str:
-        return self.inner.decode(ids, skip_special_tokens=False)
+        return self.inner.decode(ids)
 
 
 def fetch_folder(name: str) -> Path:
@@ -161,12 +177,11 @@ def fetch_folder(name: str) -> Path:
         return Path(name)
     from huggingface_hub import snapshot_download
 
+    why = hub_down()  # then only what is cached
     try:
-        if why := hub_down():
-            raise ConnectionError(why)
-        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors"]))
+        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors"], local_files_only=bool(why)))
     except Exception as e:  # noqa: BLE001, whatever the hub raises
-        raise Refusal(f"--from_hf={name}: no such folder here, and the hub did not give it ({type(e).__name__}: {str(e).splitlines()[0][:200]})") from None
+        raise Refusal(f"--from_hf={name}: no such folder here, and the hub did not give it ({why or first_line(e)})") from None
 
 
 def read_config(folder: Path) -> tuple[Config, dict]:
@@ -198,9 +213,12 @@ def load(name: str) -> tuple[Config, dict[str, torch.Tensor], HFTokenizer]:
     folder = fetch_folder(name)
     c, theirs = read_config(folder)
     files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise Refusal(f"{folder}: no .safetensors file in it (of other formats nothing is read)")
-    state = {k: v.float() for f in files for k, v in load_file(f).items() if not k.endswith("rotary_emb.inv_freq")}
+    if not files or not (folder / "tokenizer.json").exists():
+        raise Refusal(f"{folder}: no {'tokenizer.json' if files else '.safetensors file'} in it (of other formats nothing is read)")
+    try:
+        state = {k: v.float() for f in files for k, v in load_file(f).items() if not k.endswith("rotary_emb.inv_freq")}
+    except (SafetensorError, OSError) as e:
+        raise Refusal(f"{folder}: damaged weights ({first_line(e)}); fetch them again") from None
     names = {theirs: ours for ours, theirs in TOP.items()}
     names |= {f"model.layers.{i}.{b}.weight": f"blocks.{i}.{a}.weight" for i in range(c.n_layer) for a, b in NAMES.items()}
     if c.tied:

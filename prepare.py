@@ -331,6 +331,11 @@ class BitTokenizer(ByteTokenizer):
         return np.packbits(ids[: len(ids) // 8 * 8].astype(np.uint8)).tobytes()
 
 
+def tiktoken_folder() -> str:
+    """Where tiktoken keeps and looks for GPT-2's files."""
+    return os.environ.get("TIKTOKEN_CACHE_DIR", os.environ.get("DATA_GYM_CACHE_DIR", f"{tempfile.gettempdir()}/data-gym-cache"))
+
+
 class GPT2Tokenizer:
     """tiktoken's gpt2; special text inside a document is text. EOT = 50256. bpe: a folder of GPT-2's vocab.bpe and encoder.json."""
 
@@ -339,7 +344,7 @@ class GPT2Tokenizer:
     def __init__(self, bpe: str | None = None):
         import tiktoken
 
-        folder = os.environ.get("TIKTOKEN_CACHE_DIR", os.environ.get("DATA_GYM_CACHE_DIR", f"{tempfile.gettempdir()}/data-gym-cache"))
+        folder = tiktoken_folder()
         try:
             if not bpe and not all(Path(folder, v).exists() for v in GPT2_FILES.values()) and (why := no_answer(GPT2_URL)):
                 raise ConnectionError(why)

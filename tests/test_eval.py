@@ -72,7 +72,7 @@ def test_loglikelihood_equals_brute_force(model, trained):
         spaces = len(context) - len(context.rstrip())  # lm-eval scores a context's trailing spaces with the continuation
         context, target = context[: len(context) - spaces], context[len(context) - spaces :] + target
         want = brute(model, tok.encode(context) or [tok.eot], tok.encode(target))
-        assert score == pytest.approx(want[0], abs=1e-4 * max(1, len(target)))
+        assert score == pytest.approx(want[0], abs=1e-4)
         assert greedy == want[1]
     assert lm.truncated == 1
     assert any(greedy for _, greedy in got)
@@ -98,7 +98,7 @@ def test_rolling_scores_every_token_once(model):
             context = ([tok.eot] + ids)[: start + 1] if start else [tok.eot]
             want += brute(model, context[-(model.c.window + 1 - len(part)) :], part)[0]
         got = make_lm(model, tok, CPU, torch.float32, 1000).loglikelihood_rolling(requests([(text,)]))[0]
-        assert got == pytest.approx(want, abs=1e-4 * len(ids))
+        assert got == pytest.approx(want, abs=1e-3)
 
 
 @pytest.mark.parametrize("changes", [{}, {"loop_order": "stack"}, {"n_kv_head": 2}, {"n_loop": 1, "eps": 1.0}], ids=["layer", "stack", "grouped", "V"])
@@ -128,6 +128,25 @@ def test_cache_equals_whole_sequences(changes):
     assert pairs[0][0] + text == want
 
 
+def test_rolling_tasks_by_the_script_and_what_cannot_be_generated(trained, model):
+    """A perplexity task prints its own metric; a text that leaves no room for its prompt is refused, not scored without it."""
+    tasks = trained.path / "data/tiny/tasks"
+    (tasks / "prose.yaml").write_text(
+        'task: prose\ndataset_path: json\ntest_split: test\noutput_type: loglikelihood_rolling\ndoc_to_text: ""\ndoc_to_target: "{{text}}"\n'
+        "metric_list:\n  - {metric: bits_per_byte}\nmetadata: {version: 1.0}\n"
+    )
+    texts = ["import os, sys\n" * 9, "def f(x):\n    return x\n" * 5]
+    (tasks / "prose.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
+    out = trained.ok("eval.py", "out/nano/L_s0_t/best.pt", "--tasks=prose,cloze", "--limit=2")
+    lm = make_lm(model, ByteTokenizer(), CPU, torch.float32, 1000)
+    bits = -sum(lm.loglikelihood_rolling(requests([(t,) for t in texts]))) / sum(map(len, texts)) / math.log(2)
+    assert f"bits_per_byte {bits:6.2f}" in out
+    with pytest.raises(guard.Refusal, match="within the window of 64"):
+        lm.generate_until(requests([("a", {"until": ["b"]})]))
+    with pytest.raises(guard.Refusal, match="greedily"):
+        lm.generate_until(requests([("a", {"until": ["b"], "max_gen_toks": 3, "do_sample": True, "temperature": 0.7})]))
+
+
 def test_a_shared_context_is_read_once():
     pairs = [([1, 2, 3, 4, 5], [4, 5, 6]), ([1, 2, 3, 7], [7, 8]), ([1, 2, 3], [9]), ([1, 2, 9], [9, 9])]
     assert plan_batches(pairs, 100) == [[([1, 2, 3], [(0, [4, 5]), (1, [7]), (2, [])]), ([1, 2, 9], [(3, [])])]]
@@ -145,8 +164,7 @@ def test_greedy_generation(model):
     assert ids + continue_tokens(model, ids, 80, tok.eot, 257, CPU, torch.float32) == want
     lm = make_lm(model, tok, CPU, torch.float32, 1000)
     text = lm.generate_until(requests([("def f(self", {"until": ["\n\n"], "max_gen_toks": 40})]))[0]
-    assert tok.decode(want[len(ids) :]).startswith(text)
-    assert "\n\n" not in text
+    assert text == tok.decode(want[len(ids) :][:40]).split("\n\n")[0] != ""
 
 
 def test_record(trained):

@@ -42,6 +42,7 @@ from train import RANK, WORLD, Config, autocast, compute_dtype, fetch, gather, n
 
 BATCH_TOKENS = {"cpu": 4096, "cuda": 16_384, "mps": 16_384}  # tokens a forward, padding included; recorded, the same for all arms
 HEAD_ROWS = 512  # positions whose logits exist at a time
+PACK = 512  # tokens of a context's continuations that are read side by side
 BOOTSTRAP = 1000  # lm-eval's resamples for the standard error of a perplexity
 GRAM = {"byte": 64, "bits": 512}  # --overlap: tokens of a match, about as long as 13 tokens of a word-piece vocabulary
 TASK_ROOT = Path(importlib.util.find_spec("lm_eval").origin).parent / "tasks"
@@ -137,28 +138,67 @@ def plan_batches(pairs: list[tuple[list[int], list[int]]], batch_tokens: int) ->
     return batches
 
 
+def packs_of(batch) -> list[tuple[int, list[tuple[int, list[int]]]]]:
+    """(row of the context, [(request, the rest of it)]): continuations of one context to be read side by side, at most PACK tokens of them, longest first."""
+    packs = []
+    for row, (_, requests) in enumerate(batch):
+        size = PACK
+        for i, rest in (r for r in requests if r[1]):
+            if size + len(rest) > PACK:
+                packs.append((row, []))
+                size = 0
+            packs[-1][1].append((i, rest))
+            size += len(rest)
+    return sorted(packs, key=lambda pack: -width_of(pack))
+
+
+def width_of(pack) -> int:
+    return sum(len(rest) for _, rest in pack[1])
+
+
+def branch(cache: Cache, packs, device) -> Cache:
+    """The cache as packs read it: each token sees its context and, of its pack, what stands before it in its own continuation."""
+    rows, width = torch.tensor([row for row, _ in packs], device=device), max(map(width_of, packs))
+    own, offset = torch.full((len(packs), width), -1), torch.zeros(len(packs), width, dtype=torch.long)
+    for b, (_, requests) in enumerate(packs):
+        sizes = torch.tensor([len(rest) for _, rest in requests])
+        own[b, : sizes.sum()] = torch.repeat_interleave(torch.arange(len(sizes)), sizes)
+        offset[b, : sizes.sum()] = torch.cat([torch.arange(n) for n in sizes.tolist()])
+    own, order, lengths = own.to(device), torch.arange(width, device=device), cache.lengths[rows, None]
+    old = torch.arange(next(iter(cache.kv.values()))[0].shape[2], device=device) < lengths
+    new = (own[:, :, None] == own[:, None, :]) & (order <= order[:, None])
+    other, at = cache.fork(rows), lengths + offset.to(device)
+    other.mask = torch.cat((old[:, None].expand(-1, width, -1), new), dim=2)[:, None]
+    other.positions = lambda T: at
+    return other
+
+
 def score_batch(model: Transformer, batch, pairs, device, dtype, batch_tokens: int) -> dict[int, list[tuple[float, bool]]]:
     """{request: (log-probability, greedy) of each of its targets} of one batch of plan_batches."""
-    after = sorted(((-len(rest), i, row, rest) for row, (_, requests) in enumerate(batch) for i, rest in requests if rest))
-    first = [tokens for tokens, _ in batch]
-    cache = Cache(torch.tensor([len(t) for t in first], device=device)) if after else None
-    h = read(model, first, device, dtype, cache)
-    old, at, ids = h.shape[1], [], []
+    out, first, packs = defaultdict(list), [tokens for tokens, _ in batch], packs_of(batch)
+
+    def score(h: torch.Tensor, at: list[tuple[int, int, int]], ids: list[int]) -> None:
+        for i, found in zip(ids, log_probs(model, h, at, dtype), strict=True):
+            out[i].append(found)
+
+    cache = Cache(torch.tensor([len(t) for t in first], device=device)) if packs else None
+    h, at, ids = read(model, first, device, dtype, cache), [], []
     for row, (tokens, requests) in enumerate(batch):
         for i, rest in requests:
             now = pairs[i][1][: len(pairs[i][1]) - len(rest)]  # their last one stands at the row's end
             at += [(row, len(tokens) - len(now) + j, target) for j, target in enumerate(now)]
             ids += [i] * len(now)
-    out = defaultdict(list)
-    for i, score in zip(ids, log_probs(model, h, at, dtype), strict=True):
-        out[i].append(score)
-    while after:
-        n = max(1, min(batch_tokens // -after[0][0], 4 * batch_tokens // (old - after[0][0])))  # the old keys are copied for each
-        part, after = after[:n], after[n:]
-        h = read(model, [rest for *_, rest in part], device, dtype, cache.fork(torch.tensor([row for _, _, row, _ in part], device=device)))
-        at = [(row, j, target) for row, (_, i, _, rest) in enumerate(part) for j, target in enumerate(pairs[i][1][-len(rest) :])]
-        for i, score in zip([i for _, i, _, rest in part for _ in rest], log_probs(model, h, at, dtype), strict=True):
-            out[i].append(score)
+    score(h, at, ids)
+    while packs:
+        width, old = width_of(packs[0]), len(first[0])
+        n = max(1, min(batch_tokens // width, 4 * batch_tokens // (old + width)))  # the old keys are copied for each pack
+        part, packs = packs[:n], packs[n:]
+        h, at, ids = read(model, [[t for _, rest in r for t in rest] for _, r in part], device, dtype, branch(cache, part, device)), [], []
+        for row, (_, requests) in enumerate(part):
+            targets = [(i, t) for i, rest in requests for t in pairs[i][1][-len(rest) :]]
+            at += [(row, j, t) for j, (_, t) in enumerate(targets)]
+            ids += [i for i, _ in targets]
+        score(h, at, ids)
     return out
 
 
@@ -447,10 +487,10 @@ def evaluate_checkpoint(path: str, args) -> None:
         "n_loop": cfg.n_loop, "n_loop_trained": ckpt["config"]["n_loop"], "checkpoint_sha256": guard.sha256_file(path), **out, "limit": args.limit,
         "truncated_continuations": lm.truncated, "val": val,
         "batch_policy": {
-            "order": "longest first", "batch_tokens": BATCH_TOKENS[device.type], "shared_contexts": "read once", "dtype": str(dtype).removeprefix("torch."),
+            "order": "longest first", "batch_tokens": BATCH_TOKENS[device.type], "shared_contexts": f"read once, continuations in packs of {PACK}", "dtype": str(dtype).removeprefix("torch."),
             "device": guard.device_identity(device)["name"],
         },
-        "world_size": WORLD, "lm_eval": lm_eval.__version__, "versions": guard.versions(), "sec": time.perf_counter() - start,
+        "code_sha256": hashlib.sha256(b"".join((guard.HERE / name).read_bytes() for name in ("eval.py", "model.py"))).hexdigest(), "world_size": WORLD, "lm_eval": lm_eval.__version__, "versions": guard.versions(), "sec": time.perf_counter() - start,
     }  # fmt: skip
     if RANK == 0:
         guard.write_json(record_path(path, args.n_loop), record)

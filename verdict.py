@@ -34,14 +34,16 @@ LINES, MARKS = ("-", "--", ":", "-."), ("o", "D", "s", "^")  # a seed each
 NOISE_SD, SUITE_SD = 0.003, 0.7  # assumed sd between seeds of the paired gaps, nats and points
 POINTS_A_NAT = -20.0  # of the suite, by the power model
 IDLE_PERCENT = 20  # a GPU below this mean utilisation did not work
+TIE = 1e-9  # bars are inclusive: what differs by the rounding of a double meets them
 VAL_TOLERANCE = 0.002  # nats between val loss in training and scored again: a tenth of the bar
 CONFIRMED, KILLED, INCOMPLETE, INVALID = "CONFIRMED", "KILLED", "INCOMPLETE", "INVALID"
 ABSENT = "not recorded"
 RUN_KEYS = {"arm", "seed", "params", "config", "curve", "final_val"}
 EVAL_KEYS = {"checkpoint_sha256", "tasks", "mean", "items", "val"}
-EQUAL = {
-    "code identity equal": "code.code_sha256", "train data": "data.train_sha256", "val data": "data.val_sha256", "compute dtype": "dtype",
-    "activation checkpoints": "ckpt", "parallel mode": "parallel",
+EQUAL = {"code identity equal": "code.code_sha256", "train data": "data.train_sha256", "val data": "data.val_sha256"}  # in all runs
+PAIRED = {  # in the arms of a seed; another seed may have run on another node
+    "order of data": "order_sha256", "compute dtype": "dtype", "activation checkpoints": "ckpt", "parallel mode": "parallel", "attention kernel": "attention",
+    "compiled": "config.compile", "torch": "versions.torch",
 }  # fmt: skip
 EFFECTS = {
     ("L", "V"): "the recipe: loop and eps", ("L", "VE"): "the loop, at L's eps", ("VE", "V"): "the eps, without the loop", ("L1", "V"): "the loop, at eps 1",
@@ -84,7 +86,7 @@ def load_rung(rung: str, folder: str) -> dict:
     if "compare" not in bars:
         raise Refusal(f"rung {rung} compares nothing: no verdict ({path.name})")
     probe = guard.read_json(p) if (p := results / "lr_probe.json").exists() else None
-    probes = {r["config"]["lr"]: r["final_val"] for r in map(read_record, results.glob("V_s0_lr*.json"))} if probe else {}
+    probes = {r["config"]["lr"]: r["final_val"] for r in map(read_record, sorted(results.glob("V_s0_lr*.json")))} if probe else {}
     data = {"bars": bars, "bars_sha256": guard.sha256_file(path), "folder": folder, "probe": probe, "probes": probes, "study": None}
     if study := bars.get("study"):
         files = read_files(study["folder"], study["arms"], study["seeds"])
@@ -104,10 +106,12 @@ def missing(data: dict) -> list[str]:
     if "lr_grid" in bars and not data["probe"]:
         out.append(f"bash run.sh probe {bars['rung']}")
     lr = f" --lr={data['probe']['lr']:g}" if data["probe"] else ""
+    world = max((get(r, "world_size", 1) for r in data["runs"].values()), default=1)
+    launch = f"torchrun --standalone --nproc_per_node={world}" if world > 1 else "python"
     for seed in bars["seeds"]:
         for arm in bars["compare"]:
             if not is_done(data["runs"].get((arm, seed))):
-                out.append(f"python train.py config/{arm}_{bars['rung']}.py --seed={seed}{lr} --resume=auto{extra}")
+                out.append(f"{launch} train.py config/{arm}_{bars['rung']}.py --seed={seed}{lr} --resume=auto{extra}")
             wanted = [k for k in ("best", "final") if (arm, seed, k) not in data["evals"]] if bars["tasks"] else []
             if wanted:
                 out.append("python eval.py " + " ".join(f"out/{folder}/{arm}_s{seed}/{k}.pt" for k in wanted))
@@ -171,10 +175,17 @@ def audit(data: dict, arms: list[str]) -> list[tuple[str, str, str]]:
             rule(out, f"{arm} {key}", {"bars": said, **{n: get(r, f"config.{key}") for n, r in mine.items()}})
         rule(out, f"{arm} parameters", {"bars": bars["arms"][arm]["expect_params"], **{n: r["params"] for n, r in mine.items()}})
     for seed in bars["seeds"]:
-        rule(out, f"seed {seed}: order of data", {n: get(r, "order_sha256") for n, r in runs.items() if r["seed"] == seed})
+        for name, path in PAIRED.items():
+            rule(out, f"seed {seed}: {name}", {n: get(r, path) for n, r in runs.items() if r["seed"] == seed})
     audit_length(out, bars, runs)
     if flops := [get(r, "flops_per_token", math.nan) for r in runs.values()]:
-        out.append(("FLOPs a token within 1%", "pass" if max(flops) <= 1.01 * min(flops) else "fail", f"{min(flops):.4g} to {max(flops):.4g}"))
+        out.append(
+            (
+                "FLOPs a token within 1%",
+                "pass" if all(map(math.isfinite, flops)) and max(flops) <= 1.01 * min(flops) else "fail",
+                f"{min(flops):.4g} to {max(flops):.4g}",
+            )
+        )
     for name, r in runs.items():
         audit_run(out, bars, name, r)
     audit_evals(out, data, arms, runs)
@@ -188,8 +199,10 @@ def audit_probe(out: list, data: dict, used: dict) -> None:
     losses = {float(lr): loss for lr, loss in get(probe, "final_val", {}).items() if loss is not None}
     rule(out, "lr as the probe found it", {"probe": probe["lr"], **used})
     rule(out, "the probe's lr has its lowest loss", {"chosen": probe["lr"], "lowest": min(losses, key=losses.get) if losses else ABSENT})
-    both = [lr for lr in losses if lr in data["probes"]]
-    rule(out, "the probe's losses are its runs'", {"probe": [losses[lr] for lr in both], "runs": [data["probes"][lr] for lr in both]} if both else {})
+    untried = sorted(set(get(data["bars"], "lr_grid", [])) - {float(lr) for lr in get(probe, "final_val", {})})
+    rule(out, "the probe covers its grid", {"wanted": "all", "probe": f"not {untried}" if untried else "all"})
+    runs = data["probes"]  # none of them here: the probe was made on another node
+    rule(out, "the probe's losses are its runs'", {"probe": list(losses.values()), "runs": [runs.get(lr, ABSENT) for lr in losses]} if runs else {})
 
 
 def audit_length(out: list, bars: dict, runs: dict) -> None:
@@ -210,7 +223,9 @@ def audit_run(out: list, bars: dict, name: str, r: dict) -> None:
     names = {"run": get(r, "name"), "fields": f"{r['arm']}_s{r['seed']}", "config": f"{get(r, 'config.arm')}_s{get(r, 'config.seed')}{tag and '_' + tag}"}
     rule(out, f"{name}: untagged, and the run it is named", {"file": f"{name} of {bars['rung']}"} | {k: f"{v} of {get(r, 'rung')}" for k, v in names.items()})
     rule(out, f"{name}: not continued past its schedule", {"wanted": 0.0, "decay_epochs": float(get(r, "config.decay_epochs", 0.0))})
-    forced = [e["event"] for e in get(r, "events", []) if e["event"].startswith("forced")]
+    events = get(r, "events", [])
+    events = events[max((i for i, e in enumerate(events) if e["event"].startswith("started")), default=0) :]  # of this run, not of one before it
+    forced = [e["event"] for e in events if e["event"].startswith("forced")]
     rule(out, f"{name}: no change forced on a resume", {"wanted": "none", "events": "; ".join(forced) or "none"})
     last, low = (r["curve"][-1], best_row(r)) if r["curve"] else ({}, {})
     steps = {"steps": get(r, "steps"), "done": get(r, "step"), "last row": get(last, "step"), "final.pt": get(r, "final.step")}
@@ -218,17 +233,33 @@ def audit_run(out: list, bars: dict, name: str, r: dict) -> None:
     rule(out, f"{name}: final loss", {"last row": get(last, "val_loss"), "final_val": r["final_val"], "final.pt": get(r, "final.val_loss")})
     best = {"curve": f"{get(low, 'val_loss')} at {get(low, 'step')}", "best.pt": f"{get(r, 'best.val_loss')} at {get(r, 'best.step')}"}
     rule(out, f"{name}: best.pt is the lowest row", best)
-    world, devices, rows = get(r, "world_size", 0), get(r, "devices", []), [row["ranks"] for row in r["curve"] if row["step"] and row.get("ranks")]
+    world = get(r, "world_size", 0)
     windows = get(r, "micro_batch", 0) * get(r, "accum", 0) * world
     rule(out, f"{name}: micro-batch x accumulation x ranks", {"bars": bars["config"].get("batch", windows), "run": windows})
-    out.append((f"{name}: each rank's share of the parameters", *share(r, devices, world)))
+    audit_ranks(out, name, r, world, max((e["step"] for e in events if e["event"].startswith("resumed")), default=0))
+
+
+def audit_ranks(out: list, name: str, r: dict, world: int, since: int) -> None:
+    """Each rank a device of its own, at work, with its share; the rows before the last resume may be of another number of ranks. A CPU claims nothing."""
+    devices = get(r, "devices", [])
     ids = [get(d, "uuid", "") for d in devices]
-    rule(out, f"{name}: a device a rank", {"ranks": world, "devices": len(devices), "distinct": len(set(ids))} if all(ids) else {})
-    rule(out, f"{name}: every rank reports", {"ranks": world, "fewest in a row": min(map(len, rows), default=0)})
-    busy = [[ranks[i]["gpu_percent"] for ranks in rows if "gpu_percent" in ranks[i]] for i in range(min(map(len, rows), default=0))]
-    busy = [sum(b) / len(b) for b in busy if b]
-    seen = f"mean utilisation {min(busy):.0f} to {max(busy):.0f}%, at least {IDLE_PERCENT}% wanted" if busy else "no GPU, nothing is claimed"
-    out.append((f"{name}: no rank idle", "n/a" if not busy else "pass" if min(busy) >= IDLE_PERCENT else "fail", seen))
+    if not any(ids) and world == 1:
+        for what in ("each rank's share of the parameters", "a device a rank", "every rank reports", "no rank idle"):
+            out.append((f"{name}: {what}", "n/a", "one process on a CPU, nothing is claimed"))
+        return
+    rows = [get(row, "ranks", []) for row in r["curve"] if row["step"] > since]
+    out.append((f"{name}: each rank's share of the parameters", *share(r, devices, world)))
+    rule(out, f"{name}: a device a rank", {"ranks": world, "devices": len(devices), "distinct": len({i for i in ids if i})} if any(ids) else {})
+    rule(out, f"{name}: every rank reports", {"ranks": world, "fewest in a row": min(map(len, rows), default=world if since else 0)})
+    told = [[ranks[i]["gpu_percent"] for ranks in rows if len(ranks) > i and "gpu_percent" in ranks[i]] for i in range(world)]
+    means, told = [sum(t) / len(t) for t in told if t], [len(t) for t in told]
+    seen = (
+        f"mean utilisation {min(means):.0f} to {max(means):.0f}%, at least {IDLE_PERCENT}% wanted; {min(told)} to {max(told)} rows of {len(rows)}"
+        if means
+        else "no utilisation recorded"
+    )
+    fine = means and min(told) == max(told) and min(means) >= IDLE_PERCENT
+    out.append((f"{name}: no rank idle", "n/a" if not means else "pass" if fine else "fail", seen))
 
 
 def share(r: dict, devices: list[dict], world: int) -> tuple[str, str]:
@@ -240,7 +271,7 @@ def share(r: dict, devices: list[dict], world: int) -> tuple[str, str]:
 
 
 def audit_evals(out: list, data: dict, arms: list[str], runs: dict) -> None:
-    evals = {f"{arm}_s{seed}_{kind}": e for (arm, seed, kind), e in data["evals"].items() if arm in arms}
+    evals = {f"{arm}_s{seed}_{kind}": e for (arm, seed, kind), e in data["evals"].items() if f"{arm}_s{seed}" in runs}
     every = lambda path: {n: get(e, path) for n, e in evals.items()}
     for name, e in evals.items():
         (run, kind), tasks = name.rsplit("_", 1), data["bars"]["tasks"]
@@ -250,16 +281,22 @@ def audit_evals(out: list, data: dict, arms: list[str], runs: dict) -> None:
         whole = all(text and len(text) == get(e, f"tasks.{t}.n") for t, text in items.items())
         mean = 100 * sum(text.count("1") / len(text) for text in items.values()) / len(items) if whole else ABSENT
         rule(out, f"{name}: the mean is that of its items", {"items": mean, "mean": float(e["mean"])})
-        rule(out, f"{name}: loops as trained", {"bars": get(data["bars"], f"arms.{name.split('_')[0]}.n_loop"), "eval": e["n_loop"]} if "n_loop" in e else {})
-        if run in runs:
-            rule(out, f"{name}: the very checkpoint", {"trained": get(runs[run], f"{kind}.sha256"), "scored": e["checkpoint_sha256"]})
-            was, again = get(runs[run], f"{kind}.val_loss", math.nan), get(e, "val.loss", math.nan)
-            near = "pass" if abs(was - again) <= VAL_TOLERANCE else "fail"
-            out.append((f"{name}: val loss scored again", near, f"{was:.5f} in training, {again:.5f} here, {VAL_TOLERANCE} allowed"))
+        rule(out, f"{name}: loops as trained", {"bars": get(data["bars"], f"arms.{name.split('_')[0]}.n_loop"), "eval": get(e, "n_loop")})
+        rule(out, f"{name}: the very checkpoint", {"trained": get(runs[run], f"{kind}.sha256"), "scored": e["checkpoint_sha256"]})
+        was, again = get(runs[run], f"{kind}.val_loss", math.nan), get(e, "val.loss", math.nan)
+        near = "pass" if abs(was - again) <= VAL_TOLERANCE else "fail"
+        out.append((f"{name}: val loss scored again", near, f"{was:.5f} in training, {again:.5f} here, {VAL_TOLERANCE} allowed"))
+        added = float(np.mean(get(e, "val.loss_sums", [math.nan]))) / get(e, "val.tokens_per_window", 1)
+        out.append((f"{name}: val windows add up", "pass" if abs(added - again) < 1e-5 else "fail", f"{added:.6f} by the windows, {again:.6f} said"))
     rule(out, "evals: full sets", {"wanted": "no limit", **{n: e.get("limit", ABSENT) or "no limit" for n, e in evals.items()}} if evals else {})
-    named = {"lm-eval version": "lm_eval", "batch policy": "batch_policy", "the same items": "items_sha256"}
+    named = {"code": "code_sha256", "lm-eval version": "lm_eval", "the same items": "items_sha256"}
     for name, path in named.items():
         rule(out, f"evals: {name}", every(path))
+    for seed in data["bars"]["seeds"]:
+        mine = {n: e for n, e in evals.items() if get(e, "seed") == seed}
+        for key in sorted({k for e in mine.values() for k in get(e, "batch_policy", {})}):
+            rule(out, f"evals: seed {seed}: batch policy, {key}", {n: get(e, f"batch_policy.{key}") for n, e in mine.items()})
+        rule(out, f"evals: seed {seed}: torch", {n: get(e, "versions.torch") for n, e in mine.items()})
     rule(out, "evals: task versions", {n: {t: get(x, "version") for t, x in sorted(e["tasks"].items())} for n, e in evals.items()})
     rule(out, "evals: the val set trained against", every("val.sha256") | {n: get(r, "data.val_sha256") for n, r in runs.items()} if evals else {})
 
@@ -279,24 +316,27 @@ def seed_row(data: dict, seed: int) -> dict | None:
     """One seed's numbers at the primary checkpoint, or None where a piece is missing. Gaps are L - V."""
     bars = data["bars"]
     runs = [data["runs"].get((arm, seed)) for arm in bars["compare"]]
-    evals = {(arm, kind): data["evals"].get((arm, seed, kind)) for arm in bars["compare"] for kind in ("best", "final")}
-    if not all(map(is_done, runs)) or (bars["tasks"] and not all(evals.values())):
-        return None
     kind, limit = bars["primary_checkpoint"], bars["bars"]
-    suite = [evals[arm, kind]["mean"] for arm in bars["compare"]] if bars["tasks"] else [0.0, 0.0]
+    evals = [data["evals"].get((arm, seed, kind)) for arm in bars["compare"]]
+    if not all(map(is_done, runs)) or (bars["tasks"] and not all(evals)):
+        return None
+    suite = [e["mean"] for e in evals] if bars["tasks"] else [0.0, 0.0]
     row = {"seed": seed, "best": [val_of(r, "best") for r in runs], "final": [val_of(r, "final") for r in runs], "suite": suite}
     row |= {"val_gap": row[kind][0] - row[kind][1], "suite_gap": suite[0] - suite[1]}
-    row["passes"] = row["val_gap"] <= limit["val_gap_max"] and (not bars["tasks"] or row["suite_gap"] >= limit["suite_gap_min"])
+    row["passes"] = row["val_gap"] <= limit["val_gap_max"] + TIE and (not bars["tasks"] or row["suite_gap"] >= limit["suite_gap_min"] - TIE)
     return row
 
 
 def how_killed(rows: list[dict], bars: dict, noise: dict) -> str:
     """In words, by the mean val gap of the seeds at hand against twice the noise of one seed's gap."""
-    gap = sum(r["val_gap"] for r in rows) / len(rows)
+    gaps, reach = [r["val_gap"] for r in rows], 2 * noise["val"]
+    gap = sum(gaps) / len(gaps)
     treated, control = bars["compare"]
-    if gap > 2 * noise["val"]:
+    if max(gaps) > reach and min(gaps) < -reach:
+        return f"the seeds disagree, by more than the {noise['word']} noise: val gaps {', '.join(f'{g:+.4f}' for g in gaps)}"
+    if gap > reach:
         return f"{treated} is worse than {control} (mean val gap {gap:+.4f} nats)"
-    if gap > -2 * noise["val"]:
+    if gap > -reach:
         within = f"within twice the {noise['word']} noise of {noise['val']:.4f}"
         return f"no difference seen between {treated} and {control} (mean val gap {gap:+.4f} nats, {within})"
     failed = [r["seed"] for r in rows if not r["passes"]]
@@ -318,7 +358,7 @@ def decide(data: dict) -> dict:
     rows, faults, noise = [r for r in rows if r], broken(checks), measured_noise(data)
     if faults:
         word, why = INVALID, f"{len(faults)} rule{'s' if len(faults) > 1 else ''} broken, first: {faults[0]}"
-    elif any(not r["passes"] for r in rows):
+    elif any(not r["passes"] for r in rows) and not ("lr_grid" in bars and not data["probe"]):
         word, why = KILLED, how_killed(rows, bars, noise)
     elif gaps:
         word, why = INCOMPLETE, f"{len(gaps)} pieces are missing"
@@ -349,6 +389,9 @@ def measured_noise(data: dict) -> dict:
     absent += sum((a, s, kind) not in study["evals"] for a in arms for s in seeds) if study["bars"]["tasks"] else 0
     if absent or (bad := broken(audit(study, arms))):
         return noise | {"problem": f"{absent} runs or evals of it are missing (bash run.sh {study['folder']})" if absent else f"it breaks a rule, {bad[0]}"}
+    for path in EQUAL.values():
+        if len({get(r, path) for r in [*study["runs"].values(), *filter(is_done, data["runs"].values())]}) > 1:
+            return noise | {"problem": f"its {path} is not the record's"}
     a, b = study["bars"]["compare"]
     gaps = {"val": list(gaps_of(study, a, b).values())}
     if study["bars"]["tasks"]:
@@ -519,6 +562,8 @@ def forecast(v: dict) -> list[str]:
 
 def comparable_clock(a: dict, b: dict) -> str:
     """Why the seconds of two runs cannot be compared, "" if they can."""
+    if any(" -> " in e["event"] or e["event"].startswith("resumed") for r in (a, b) for e in get(r, "events", [])):
+        return "a run was resumed: its seconds may be of two machines or modes"
     if not all(get(d, "uuid", "") for r in (a, b) for d in r["devices"]):
         return "no GPU: seconds on a shared CPU are no measure"
     differs = [f"{k} {get(a, k)} and {get(b, k)}" for k in ("ckpt", "micro_batch", "parallel", "world_size") if get(a, k) != get(b, k)]
@@ -572,7 +617,8 @@ def effects(v: dict) -> list[str]:
     if len(arms) < 3 and v["noise"]["word"] == "measured":
         data, arms = data["study"], {arm for arm, _ in data["study"]["runs"]}
         out.append(f"By the runs of the study (results/{data['folder']}), seeds {', '.join(map(str, data['bars']['seeds']))}.")
-    gaps = {pair: list(gaps_of(data, *pair).values()) for pair in EFFECTS if set(pair) <= arms}
+    whole = {**data, "bars": data["bars"] | {"seeds": [s for s in data["bars"]["seeds"] if all(is_done(data["runs"].get((arm, s))) for arm in arms)]}}
+    gaps = {pair: list(gaps_of(whole, *pair).values()) for pair in EFFECTS if set(pair) <= arms}  # the same seeds in every line, so that they add up
     rows = []
     for (a, b), values in gaps.items() if len(arms) > 2 else ():
         if n := len(values):
@@ -582,6 +628,8 @@ def effects(v: dict) -> list[str]:
         sizes = ", ".join(f"{a} {x['n_layer']} x {x['n_loop']} {x['expect_params']:,}" for a, x in data["bars"]["arms"].items() if a in arms)
         out += ["", *table(["val gap", "what it is", "seeds", "mean", "95% between seeds (t)"], rows), f"Blocks x loops, parameters: {sizes}."]
     loop, limit = np.mean(gaps.get(("L", "VE")) or [math.nan]), data["bars"]["bars"]["val_gap_max"]
+    if v["word"] == CONFIRMED and math.isnan(loop):
+        out.append("VE has not been run on these seeds: the confirmed gap is attributed to neither the loop nor the eps.")
     if v["word"] == CONFIRMED and loop > limit:
         out.append(f"L - VE = {loop:+.4f} > {limit}: the confirmed gap is not attributable to the loop.")
     return out

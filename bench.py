@@ -462,8 +462,8 @@ def peak_of(side: str, folder: Path, size: int, items: int) -> float:
 
 def bench_model(folder: Path, letters: bool, a) -> dict:
     """Both sides on one model: each at its best batch size, rounds interleaved, scores compared."""
-    sides, sizes = {}, {}
-    few, requests = suite_requests(max(2, a.items // 4), letters), suite_requests(a.items, letters)
+    sides, sizes, items = {}, {}, a.items * (8 if letters else 1)  # a small model is timed over more
+    few, requests = suite_requests(max(2, items // 4), letters), suite_requests(items, letters)
     for side in ("ours", "hflm"):
         rates = {size: scored(make_side(side, folder, size), few)[0] for size in SIZES[side]}
         sizes[side] = max(rates, key=rates.get)
@@ -477,7 +477,7 @@ def bench_model(folder: Path, letters: bool, a) -> dict:
     ratios = [r["ours"] / r["hflm"] for r in rounds]
     rates = {side: median(r[side] for r in rounds) for side in sides}
     apart = max(abs(x - y) for x, y in zip(scores["ours"], scores["hflm"], strict=True))
-    peaks = {side: peak_of(side, folder, sizes[side], a.items) for side in sides}
+    peaks = {side: peak_of(side, folder, sizes[side], items) for side in sides}
     return {
         "requests": len(requests), "batch": sizes, "requests_per_sec": rates, "ratio": rates["ours"] / rates["hflm"], "min": min(ratios), "max": max(ratios),
         "scores_at_most_apart": apart, "peak_mib": peaks, "peak_ratio": peaks["ours"] / peaks["hflm"],
@@ -571,8 +571,8 @@ def parse(args: list[str]):
     s.add_argument("--cold", choices=("block", "model"), help="only one first step of V, so compiled; for the cold starts")
     sub.add_parser("node", help="is this machine fit for a run").add_argument("--config", default="", help="the run to try; V_1b on CUDA, else V_nano")
     s = sub.add_parser("eval", help="requests/s against lm-eval's HFLM")
-    s.add_argument("--items", type=int, default=48, help="contexts, four requests each")
-    s.add_argument("--repeats", type=int, default=5, help="timed rounds")
+    s.add_argument("--items", type=int, default=16, help="contexts, four requests each; eight times as many for nano")
+    s.add_argument("--repeats", type=int, default=3, help="timed rounds")
     s.add_argument("--models", default="nano,SmolLM2-135M", help="which, comma-separated")
     for key in ("side", "folder"):
         s.add_argument(f"--{key}", default="", help=argparse.SUPPRESS)

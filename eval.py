@@ -41,7 +41,7 @@ from prepare import get_tokenizer, hub_down, tiktoken_folder
 from train import RANK, WORLD, Config, autocast, compute_dtype, fetch, gather, n_windows, say, setup_device
 
 BATCH_TOKENS = {"cpu": 4096, "cuda": 16_384, "mps": 16_384}  # tokens a forward, padding included; recorded, the same for all arms
-HEAD_ROWS = 512  # positions whose logits exist at a time
+HEAD_ROWS = 256  # positions whose logits exist at a time
 PACK = 512  # tokens of a context's continuations that are read side by side
 BOOTSTRAP = 1000  # lm-eval's resamples for the standard error of a perplexity
 GRAM = {"byte": 64, "bits": 512}  # --overlap: tokens of a match, about as long as 13 tokens of a word-piece vocabulary

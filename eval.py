@@ -202,6 +202,11 @@ def score_batch(model: Transformer, batch, pairs, device, dtype, batch_tokens: i
     return out
 
 
+def gathered(mine: dict) -> dict:
+    """The entries of every rank's dict, on every rank."""
+    return {k: v for part in gather(mine) for k, v in part.items()}
+
+
 @torch.no_grad()
 def score_tokens(model: Transformer, pairs: list[tuple[list[int], list[int]]], device, dtype, batch_tokens: int) -> list[tuple[float, bool]]:
     """For each (inputs, targets): (sum of log-probabilities in nats, all greedy) of targets, targets[j] predicted at inputs[len(inputs) - len(targets) + j].
@@ -213,7 +218,7 @@ def score_tokens(model: Transformer, pairs: list[tuple[list[int], list[int]]], d
         for batch in batches:
             scores |= score_batch(model, batch, pairs, device, dtype, batch_tokens)
             bar.update(sum(len(r) for _, r in batch))
-    merged = {k: v for part in gather(scores) for k, v in part.items()}
+    merged = gathered(scores)
     return [(math.fsum(p for p, _ in merged.get(i, [])), all(g for _, g in merged.get(i, []))) for i in range(len(pairs))]
 
 
@@ -293,7 +298,7 @@ def make_lm(model: Transformer, tok, device, dtype, batch_tokens: int):
                 ids = (tok.encode(context) or [self.prefix_token_id])[-(self.max_length - n) :]  # room for what is generated, as in lm-eval's own
                 text = tok.decode(continue_tokens(model, ids, n, tok.eot, tok.vocab_size, device, dtype, stop))
                 out[i] = min((text.split(u)[0] for u in until), key=len, default=text)
-            merged = {k: v for part in gather(out) for k, v in part.items()}
+            merged = gathered(out)
             return [merged[i] for i in range(len(requests))]
 
     return LoopLM()
@@ -409,7 +414,7 @@ def score_val(model: Transformer, cfg: Config, device, dtype) -> dict:
         with autocast(device, dtype):
             loss = model(x, y, "none")
         sums |= zip(ids, loss.cpu().double().sum(1).tolist())
-    merged = {k: v for part in gather(sums) for k, v in part.items()}
+    merged = gathered(sums)
     mean = math.fsum(merged.values()) / (n * cfg.window)
     bits = mean / math.log(2) * manifest["val"]["tokens"] / manifest["val"]["text_bytes"]
     return {
